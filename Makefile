@@ -1,0 +1,43 @@
+# Everything a target needs it installs by itself into .venv; Python (3.10 or later) and make are enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+
+.PHONY: help demo test lint types imports unit bench clean
+
+help:
+	@echo "make demo   several processes train a small model together and show what they gained"
+	@echo "make test   lint, types, direction of imports, all tests"
+	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
+
+# torch comes first and pinned: asked for by another package it would be whichever build is newest.
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/offbeat demo
+
+test: lint types imports unit
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+imports: $(VENV)/ready
+	$(BIN)/lint-imports
+
+unit: $(VENV)/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+bench: $(VENV)/ready
+	$(BIN)/python benchmarks/step.py --save
+
+clean:
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

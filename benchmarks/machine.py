@@ -1,0 +1,30 @@
+"""What a result must say about where it was measured."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+import offbeat
+
+__all__ = ["describe_machine"]
+
+
+def describe_machine(command: str) -> dict[str, str]:
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "command": command,
+        "cpu": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "threads": str(torch.get_num_threads()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "offbeat": offbeat.__version__,
+        "system": sys.platform,
+    }

@@ -1,0 +1,262 @@
+"""The optimizer classes: torch.optim.Optimizer on the outside, one rule on the inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.optim.checkpoint import loaded, packed
+from offbeat.optim.gradients import check_gradient, local
+from offbeat.optim.plan import Plan, PlannedUpdate, make_plan
+from offbeat.optim.signature import describe, signature
+from offbeat.optim.state import ParamState, State, new_state
+from offbeat.optim.update import Update, hyperparameters, prepare, program_for
+from offbeat.rules.rule import FLAGS, Rule, Slot
+from offbeat.tiers.choice import Choice, choose
+
+__all__ = ["RuleOptimizer"]
+
+#: A group, parameters of it, and their gradients; None reads them from ``.grad``.
+Work = tuple[dict[str, Any], Sequence[Tensor], Sequence[Tensor | None] | None]
+
+
+class RuleOptimizer(Optimizer):
+    """A drop-in for the torch.optim class of the same name, made from an update rule.
+
+    Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``; signature, checks, state and all tiers come
+    from the rule.
+    """
+
+    rule: ClassVar[Rule]
+
+    def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if rule is not None:
+            cls.rule = rule
+            cls.__signature__ = signature(rule)  # type: ignore[attr-defined]
+            cls.__doc__ = describe(rule)
+
+    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            bound = self.__signature__.bind(params, *args, **kwargs)  # type: ignore[attr-defined]
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}(): {error}; it takes {self.__signature__}") from None  # type: ignore[attr-defined]
+        bound.apply_defaults()
+        options = {name: value for name, value in bound.arguments.items() if name != "params"}
+        defaults = {**{name: FLAGS[name] for name in FLAGS}, **options, **self.rule.fixed}
+        self.rule.validate(defaults)
+        _check_flags(defaults)
+        # "capturable" stays out of the groups where torch.optim has no such option.
+        super().__init__(params, {name: defaults[name] for name in defaults if name in self._options()})
+        self._plans: dict[int, Plan] = {}
+        self._own_state()
+        if defaults["fused"]:
+            self._step_supports_amp_scaling = True
+        if self.rule.eager_state:
+            self.init_state()
+
+    @classmethod
+    def _options(cls) -> set[str]:
+        return {hyper.name for hyper in cls.rule.hyper} | set(cls.rule.flags) | set(cls.rule.fixed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, checked like the constructor's arguments; see :class:`torch.optim.Optimizer`."""
+        if isinstance(param_group, dict):
+            options = {**FLAGS, **self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
+            self.rule.validate(options)
+            _check_flags(options)
+            param_group = dict(param_group)
+        super().add_param_group(param_group)
+        if hasattr(self, "_plans") and self.rule.eager_state:
+            self.init_state()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, with gradients enabled.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        return self._step(closure)
+
+    # A step is a few calls into kernels that are compiled already: tracing it would bring nothing.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._apply([(group, group["params"], None) for group in self.param_groups])
+        return loss
+
+    def _accelerator_graph_capture_health_check(self) -> None:
+        if "capturable" in self.defaults:
+            super()._accelerator_graph_capture_health_check()
+
+    def _apply(self, work: Sequence[Work]) -> None:
+        """Update these parameters of these groups: all of ``work`` is checked before any of it is done."""
+        with torch.set_grad_enabled(bool(self.defaults["differentiable"])):
+            self._own_state()
+            if not self._unscale(work):
+                return
+            updates = [self._prepare(*item) for item in work]
+            for update in updates:
+                update.commit()
+            for update in updates:
+                update.run()
+            for (group, params, _), update in zip(work, updates, strict=True):
+                if isinstance(update, Update) and params is group["params"]:
+                    self._remember(group, update)
+
+    def _prepare(
+        self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None
+    ) -> Update | PlannedUpdate:
+        whole = {**FLAGS, **group}
+        plan = self._plans.get(id(group)) if params is group["params"] else None
+        planned = plan.prepare(whole, grads, self._own_state()) if plan is not None else None
+        if planned is not None:
+            return planned
+        grads = [p.grad for p in params] if grads is None else grads
+        return prepare(self.rule, whole, params, grads, self._own_state())
+
+    def _own_state(self) -> State:
+        """``self.state``, which the user may have replaced by any dictionary, as one that counts its changes."""
+        if type(self.state) is not State:
+            self.state = State(self.state.items())
+        return self.state
+
+    def _remember(self, group: dict[str, Any], update: Update) -> None:
+        plan = make_plan(self.rule, group, self._own_state(), update)
+        if plan is None:
+            self._plans.pop(id(group), None)
+        else:
+            self._plans[id(group)] = plan
+
+    def _unscale(self, work: Sequence[Work]) -> bool:
+        """What GradScaler asks of ``fused=True``: divide by the scale, and say whether the step may happen."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        if scale is not None:
+            given = [
+                (group, p, g)
+                for group, params, grads in work
+                for p, g in zip(params, [p.grad for p in params] if grads is None else grads, strict=True)
+            ]
+            for group, p, g in given:
+                if g is not None:
+                    check_gradient(self.rule, hyperparameters({**FLAGS, **group}), p, g)
+            torch._foreach_div_([local(g) for _, _, g in given if g is not None], scale.item())
+        return True
+
+    def init_state(self) -> None:
+        """Allocate all state now, for parameters with and without a gradient, changing nothing else.
+
+        A step after ``init_state`` gives the same bits as without it. Call it before saving or loading with
+        :mod:`torch.distributed.checkpoint`, or to see at once whether the state fits into memory.
+        """
+        state = self._own_state()
+        with torch.no_grad():
+            for group in self.param_groups:
+                h = hyperparameters({**FLAGS, **group})
+                slots = self.rule.slots(h)
+                _, created = new_state(slots, h, group["params"], state)
+                for p, key, value in created:
+                    state[p][key] = value
+                    state[p].fresh = not any(slot.key == "step" for slot in slots)
+
+    def tiers(self) -> list[Choice]:
+        """For each group, the tier its next step runs in and why.
+
+        The choice is made per parameter; a group whose parameters differ reports them joined by ``+``.
+        """
+        found = []
+        for group in self.param_groups:
+            h = hyperparameters({**FLAGS, **group})
+            slots = [slot.key for slot in self.rule.slots(h) if not slot.scalar]
+            program = None if h.capturable or h.differentiable else program_for(self.rule, h)
+            choices: dict[Choice, None] = {}
+            for p in group["params"]:
+                like = [local(p).detach()]
+                like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
+                state = self.state.get(p) or {}
+                like += [like[0], *(local(state[k]) if isinstance(state.get(k), Tensor) else like[0] for k in slots)]
+                like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
+                try:
+                    choices[choose(self.rule, h, program, like)] = None
+                except RuntimeError as error:
+                    choices[Choice("none", str(error))] = None
+            merged = list(choices) or [Choice("none", "the group has no parameters")]
+            if len(merged) > 1:
+                tiers = list(dict.fromkeys(choice.tier for choice in merged))
+                found.append(Choice("+".join(tiers), "; ".join(map(str, merged))))
+            else:
+                found.append(merged[0])
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly, in torch.optim's format; torch.optim loads it."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        result = packed(self, self._unstarted)
+        for post in self._optimizer_state_dict_post_hooks.values():
+            changed = post(self, result)
+            result = result if changed is None else changed
+        return result
+
+    def _unstarted(self, group: dict[str, Any], entry: ParamState) -> bool:
+        """Whether zeros would be read back as a buffer that has begun, and change the first step."""
+        return entry.fresh and bool(group.get("dampening", 0))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of this class or of torch.optim's class of the same name.
+
+        State keeps the dtype it was saved in. Nothing is shared with ``state_dict``. Where both sides name their
+        parameters and the names are the same, state is matched by name, else by position. Options a checkpoint does
+        not know are taken from this optimizer.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        state, groups = loaded(self, state_dict, self._slots)
+        self.__setstate__({"state": state, "param_groups": groups})
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    def _slots(self, group: dict[str, Any]) -> tuple[Slot, ...]:
+        return self.rule.slots(hyperparameters({**FLAGS, **self.defaults, **group}))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+        self._own_state()
+        for group in self.param_groups:
+            for name in self._options():
+                if name not in group:
+                    group[name] = self.rule.fixed.get(name, self.defaults.get(name, FLAGS.get(name)))
+            group.update(self.rule.fixed)
+        if self.defaults.get("fused"):
+            self._step_supports_amp_scaling = True
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        lines = [f"    tier of group {i}: {choice}" for i, choice in enumerate(self.tiers())]
+        return text.removesuffix(")") + "\n".join(lines) + "\n)"
+
+
+def _check_flags(options: dict[str, Any]) -> None:
+    if options["fused"] and options["differentiable"]:
+        raise RuntimeError("`fused` does not support `differentiable`; leave one of them out")
+    if options["fused"] and options["foreach"]:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave one of them out")
+    if options["foreach"] and options["differentiable"]:
+        raise RuntimeError("`foreach` does not support `differentiable`; leave one of them out")

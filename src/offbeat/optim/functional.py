@@ -1,0 +1,127 @@
+"""Functional optimizers: the gradient is handed in, not read from ``.grad``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.optim.base import RuleOptimizer
+from offbeat.optim.lookup import rule_class
+
+__all__ = ["FunctionalOptimizer", "as_functional"]
+
+# One for all: two optimizers may update the same parameters from different threads, and an update reads what it
+# writes. The kernels use every core by themselves, so nothing is lost by doing one update after the other.
+_updating = threading.RLock()
+
+
+def as_functional(optim_cls: type[torch.optim.Optimizer], params: Any, **hyper: Any) -> FunctionalOptimizer:
+    """An optimizer that takes explicit gradients and never looks at ``.grad``.
+
+    Args:
+        optim_cls: a class of this library, or the torch.optim class of the same name.
+        params: parameters or groups, as for ``optim_cls``; may be empty, see :meth:`FunctionalOptimizer.step_param`.
+        hyper: ``optim_cls``'s other arguments.
+
+    Example:
+        >>> import torch, offbeat
+        >>> w = torch.ones(3)
+        >>> fn = offbeat.as_functional(offbeat.SGD, [w], lr=0.5)
+        >>> fn.step([torch.ones(3)])
+        >>> w
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    return FunctionalOptimizer(rule_class(optim_cls), params, **hyper)
+
+
+class FunctionalOptimizer:
+    """See :func:`as_functional`.
+
+    Several threads may step at the same time, each with its own gradients; updates happen one after the other.
+    """
+
+    def __init__(self, optim_cls: type[RuleOptimizer], params: Any, **hyper: Any) -> None:
+        if isinstance(params, Iterable) and not isinstance(params, Tensor):
+            params = list(params)
+        if isinstance(params, list) and not params:
+            # torch.optim.Optimizer wants at least one parameter; it may go again once it is built.
+            self._optimizer = optim_cls([torch.zeros(())], **hyper)
+            self._optimizer.param_groups[0]["params"] = []
+            self._optimizer.state.clear()
+        else:
+            self._optimizer = optim_cls(params, **hyper)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups: a changed learning rate counts from the next step on."""
+        return self._optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Per-parameter state, as an optimizer's."""
+        return self._optimizer.state
+
+    def step(self, gradients: Sequence[Tensor | None]) -> None:
+        """Update all parameters of all groups.
+
+        Args:
+            gradients: one for each parameter, groups in order; None leaves a parameter and its state alone.
+        """
+        gradients = list(gradients)
+        with _updating:
+            count = sum(len(group["params"]) for group in self.param_groups)
+            if len(gradients) != count:
+                raise ValueError(
+                    f"step() got {len(gradients)} gradients for {count} parameters; "
+                    "give one for each, None where there is none"
+                )
+            work, start = [], 0
+            for group in self.param_groups:
+                end = start + len(group["params"])
+                work.append((group, group["params"], gradients[start:end]))
+                start = end
+            self._optimizer._apply(work)
+
+    def step_param(self, param: Tensor, grad: Tensor | None) -> None:
+        """Update one parameter. One that is not in any group yet joins the last group."""
+        with _updating:
+            group = next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
+            joined = group is None
+            if group is None:
+                group = self.param_groups[-1]
+                if not isinstance(param, Tensor):
+                    raise TypeError(f"a parameter must be a Tensor, but got {type(param).__name__}")
+                if "param_names" in group:
+                    raise ValueError(
+                        "a parameter without a name cannot join a group of named parameters; use add_param_group"
+                    )
+            self._optimizer._apply([(group, [param], [grad])])
+            if joined:
+                group["params"].append(param)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as :meth:`torch.optim.Optimizer.add_param_group`."""
+        with _updating:
+            self._optimizer.add_param_group(param_group)
+
+    def init_state(self) -> None:
+        """Allocate all state now, changing nothing."""
+        with _updating:
+            self._optimizer.init_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch.optim's format; the optimizer class loads it, and the other way round."""
+        with _updating:
+            return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a state dict of this or of the optimizer class."""
+        with _updating:
+            self._optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"functional {self._optimizer!r}"

@@ -1,0 +1,137 @@
+"""The pure form: new parameters and new state are returned, nothing is changed.
+
+For :mod:`torch.func`, for learning through the update, and for ``torch.compile(fullgraph=True)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from offbeat.errors import GradientError
+from offbeat.optim.lookup import rule_class
+from offbeat.optim.update import hyperparameters
+from offbeat.rules.rule import FLAGS, Rule, Slot, Values
+from offbeat.tiers.layout import compute_dtype
+from offbeat.tiers.loop import evaluate
+
+__all__ = ["PureOptimizer", "as_pure"]
+
+
+def as_pure(optim_cls: type[torch.optim.Optimizer], **hyper: Any) -> PureOptimizer:
+    """An update rule as two functions without side effects.
+
+    Args:
+        optim_cls: a class of this library, or the torch.optim class of the same name.
+        hyper: its hyperparameters; tensors among them can be differentiated through.
+
+    Example:
+        >>> import torch, offbeat
+        >>> sgd = offbeat.as_pure(offbeat.SGD, lr=0.5)
+        >>> params = {"w": torch.ones(2)}
+        >>> state = sgd.init(params)
+        >>> params, state = sgd.update(params, {"w": torch.ones(2)}, state)
+        >>> params["w"]
+        tensor([0.5000, 0.5000])
+    """
+    return PureOptimizer(rule_class(optim_cls).rule, hyper)
+
+
+class PureOptimizer:
+    """See :func:`as_pure`. Parameters and gradients are any nesting of dictionaries, lists and tuples of tensors."""
+
+    def __init__(self, rule: Rule, hyper: dict[str, Any]) -> None:
+        known = {one.name: one.default for one in rule.hyper}
+        refused = [name for name in hyper if name not in known and name != "maximize"]
+        if refused:
+            raise TypeError(
+                f"as_pure({rule.name}) does not take {', '.join(refused)}; it takes {', '.join([*known, 'maximize'])}"
+            )
+        options = {**FLAGS, **known, **hyper, **rule.fixed}
+        rule.validate(options)
+        self.rule = rule
+        self.options: dict[str, Any] = {**options, "differentiable": True}
+
+    def init(self, params: Any) -> Any:
+        """State for ``params``: the same nesting, with a dictionary in the place of each tensor."""
+        h = hyperparameters(self.options)
+        return pytree.tree_map(lambda p: self._initial(h, p), params)
+
+    def update(self, params: Any, grads: Any, state: Any, **hyper: Any) -> tuple[Any, Any]:
+        """The new parameters and the new state.
+
+        Args:
+            params: the parameters, nested as for :meth:`init`.
+            grads: their gradients, nested alike; None leaves a parameter and its state as they are.
+            state: what :meth:`init` or the last :meth:`update` returned.
+            hyper: hyperparameters that differ from now on, ``lr`` say; not remembered.
+        """
+        unknown = [name for name in hyper if name not in self.options]
+        if unknown:
+            raise TypeError(f"{self.rule.name} has no hyperparameter {', '.join(unknown)}")
+        h = hyperparameters({**self.options, **hyper})
+        leaves, spec = pytree.tree_flatten(params)
+        gradients = _flatten_like(grads, spec, "gradients")
+        states = _flatten_like(state, spec, "state")
+        new = [self._one(h, p, g, s) for p, g, s in zip(leaves, gradients, states, strict=True)]
+        return pytree.tree_unflatten([p for p, _ in new], spec), pytree.tree_unflatten([s for _, s in new], spec)
+
+    def _initial(self, h: Values, p: Tensor) -> dict[str, Tensor]:
+        counter = torch.float64 if p.dtype in (torch.float64, torch.complex128) else torch.float32
+        state: dict[str, Tensor] = {}
+        for slot in self._slots(h):
+            value = slot.initial(h)
+            if slot.scalar:
+                state[slot.key] = torch.full((), float(value), dtype=counter, device=p.device)
+            else:
+                start = complex(value, value) if p.is_complex() else float(value)
+                state[slot.key] = torch.full_like(p, start, requires_grad=False)
+        return state
+
+    def _slots(self, h: Values) -> tuple[Any, ...]:
+        slots = self.rule.slots(h)
+        # A rule whose first step differs needs to know it, and nothing else in a pure state could tell.
+        counts = any(slot.key == "step" for slot in slots)
+        return slots if counts else (Slot("step", scalar=True), *slots)
+
+    def _one(
+        self, h: Values, p: Tensor, g: Tensor | None, state: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if g is None:
+            return p, state
+        if g.shape != p.shape:
+            raise GradientError(
+                f"a gradient of shape {tuple(g.shape)} was given for a parameter of shape {tuple(p.shape)}"
+            )
+        slots = self._slots(h)
+        keys = [slot.key for slot in slots if not slot.scalar]
+        stored = {slot.key: state[slot.key] for slot in slots if slot.scalar}
+        stored["step"] = stored["step"] + 1
+        s = Values(**stored)
+        advanced = {
+            key: torch.as_tensor(value, dtype=stored[key].dtype, device=p.device)
+            for key, value in self.rule.advance(h, s).items()
+        }
+        if self.rule.advance_first:
+            s.set(**advanced)
+        coefficients = self.rule.coefficients(h, s)
+        tensors = [p, g, *(state[key] for key in keys)]
+        if p.is_complex():
+            tensors = [torch.view_as_real(t) for t in tensors]
+        scalars = {**coefficients, **self.rule.structure(h)}
+        values = evaluate(self.rule.update, ("p", "g", *keys), tensors, scalars, compute_dtype(tensors))
+        results = [v.to(t.dtype) for v, t in zip(values, [tensors[0], *tensors[2:]], strict=True)]
+        if p.is_complex():
+            results = [torch.view_as_complex(t) for t in results]
+        return results[0], {**stored, **advanced, **dict(zip(keys, results[1:], strict=True))}
+
+
+def _flatten_like(tree: Any, spec: Any, what: str) -> list[Any]:
+    try:
+        flat: list[Any] = spec.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(f"{what} are not nested like the parameters: {error}") from None
+    return flat

@@ -1,0 +1,128 @@
+"""Stored scalars (step counters and the like) of many parameters, and the coefficients made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.rules.rule import Rule, Values
+
+__all__ = ["Scalars", "coefficient_rows", "move_on", "new_scalars", "scalar_dtype"]
+
+
+def scalar_dtype(fused: bool | None = None) -> torch.dtype:
+    """The dtype torch.optim gives a step counter."""
+    return torch.float64 if not fused and torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def new_scalars(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """0-d tensors with these values, side by side in one storage so that all can be read or moved on at once."""
+    line = torch.tensor(values, dtype=dtype, device=device)
+    return [line[i] for i in range(len(values))]
+
+
+class Scalars:
+    """One scalar slot (a step counter, say) of many parameters, read and written as a whole where possible."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self.line = _common_line(tensors)
+
+    def read(self) -> list[float]:
+        """All values, in order."""
+        if self.line is not None:
+            return self.line.tolist()
+        return [t.item() for t in self.tensors]
+
+    def count(self, active: Sequence[int] | None) -> None:
+        """Add one to those at the positions ``active``; to all for None."""
+        if self.line is not None and active is None:
+            self.line.add_(1)
+        elif active is None or active:
+            chosen = self.tensors if active is None else [self.tensors[i] for i in active]
+            torch._foreach_add_(chosen, 1)
+
+    def write(self, values: Sequence[float | None]) -> None:
+        """Set each to its value; None leaves one as it is."""
+        distinct = set(values)
+        if self.line is not None and len(distinct) == 1:
+            value = distinct.pop()
+            if value is not None:
+                self.line.fill_(value)
+            return
+        for t, value in zip(self.tensors, values, strict=True):
+            if value is not None:
+                t.fill_(value)
+
+
+def _common_line(tensors: list[Tensor]) -> Tensor | None:
+    """The one-dimensional tensor that these 0-d tensors are the elements of, in order and without gaps."""
+    first = tensors[0]
+    size = first.element_size()
+    start = first.data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for i, t in enumerate(tensors):
+        if t.dtype != first.dtype or t.device != first.device or t.dim():
+            return None
+        if t.data_ptr() != start + i * size or t.untyped_storage().data_ptr() != storage:
+            return None
+    return first.detach().as_strided((len(tensors),), (1,), first.storage_offset())
+
+
+def coefficient_rows(
+    rule: Rule, h: Values, keys: Sequence[str], counters: Sequence[Scalars], fresh: Sequence[bool] | None
+) -> tuple[list[int] | None, list[dict[str, Any]], list[dict[str, float]]]:
+    """The distinct sets of coefficients, and the scalars to store after each.
+
+    ``fresh`` says which parameters are at their first step, for rules that do not count (None: none is).
+
+    Returns:
+        Which set each parameter uses (None: all use the first), the sets, the scalars.
+    """
+    columns = [counter.read() for counter in counters]
+    if "step" not in keys and fresh is not None:
+        columns.append([1.0 if f else 2.0 for f in fresh])
+    rows: list[int] | None = None
+    number: dict[tuple[float, ...], int] = {}
+    if all(column.count(column[0]) == len(column) for column in columns):
+        number[tuple(column[0] for column in columns)] = 0
+    else:
+        rows = [number.setdefault(values, len(number)) for values in zip(*columns, strict=True)]
+    table, advanced = [], []
+    for values in number:
+        s = Values(step=values[-1] if len(values) > len(keys) else 2.0)
+        for key, value, counter in zip(keys, values, counters, strict=False):
+            dtype = counter.tensors[0].dtype
+            setattr(s, key, value + 1 if key == "step" else torch.tensor(value, dtype=dtype))
+        new = {}
+        for key, value in rule.advance(h, s).items():
+            dtype = counters[list(keys).index(key)].tensors[0].dtype
+            new[key] = torch.as_tensor(value, dtype=dtype).item()
+        old = {key: getattr(s, key).item() for key in keys if key != "step"}
+        s.set(**(old | new if rule.advance_first else old))
+        table.append(rule.coefficients(h, s))
+        advanced.append(new)
+    return rows, table, advanced
+
+
+def move_on(
+    keys: Sequence[str],
+    counters: Sequence[Scalars],
+    rows: Sequence[int] | None,
+    advanced: Sequence[dict[str, float]],
+    active: Sequence[int] | None = None,
+) -> None:
+    """Store the scalars' new values, for the parameters at the positions ``active`` (None: all)."""
+    for key, counter in zip(keys, counters, strict=True):
+        if key == "step":
+            counter.count(active)
+        elif key in advanced[0]:
+            everyone = range(len(counter.tensors))
+            values: list[float | None] = [advanced[rows[i] if rows else 0][key] for i in everyone]
+            if active is not None:
+                chosen = set(active)
+                values = [value if i in chosen else None for i, value in enumerate(values)]
+            counter.write(values)

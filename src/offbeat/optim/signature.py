@@ -1,0 +1,52 @@
+"""A rule's hyperparameters as the signature and the docstring of an optimizer class."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from offbeat.rules.rule import FLAGS, Rule
+
+__all__ = ["describe", "signature"]
+
+_FLAG_DOCS = {
+    "maximize": "maximize the objective instead of minimizing it",
+    "foreach": "True runs the foreach tier, False the loop; None leaves the choice to the library",
+    "capturable": "keep every number on the device, so that a step can be captured in a graph",
+    "differentiable": "let autograd see the step",
+    "fused": "True runs the fused tier or raises, False forbids it; None leaves the choice to the library",
+}
+
+
+def signature(rule: Rule) -> inspect.Signature:
+    """torch.optim's signature: hyperparameters by position or keyword, most flags by keyword only."""
+    parameter = inspect.Parameter
+    either, keyword = parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY
+    # torch.optim takes this one by keyword in Adam and by position elsewhere.
+    only = {"decoupled_weight_decay"} if rule.name == "Adam" else set()
+    parts = [parameter("params", either)]
+    parts += [parameter(h.name, either, default=h.default) for h in rule.hyper if h.name not in only]
+    parts += [parameter(name, either, default=FLAGS[name]) for name in rule.positional]
+    parts += [parameter(name, keyword, default=FLAGS[name]) for name in rule.flags if name not in rule.positional]
+    parts += [parameter(h.name, keyword, default=h.default) for h in rule.hyper if h.name in only]
+    return inspect.Signature(parts)
+
+
+def describe(rule: Rule) -> str:
+    """The rule file's own words, its arguments, and an example."""
+    module: Any = sys.modules[rule.update.__module__]
+    lines = [inspect.cleandoc(module.__doc__ or rule.name), "", "Args:"]
+    lines.append("    params: parameters, named parameters, or dictionaries that define groups.")
+    lines += [f"    {h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
+    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.flags]
+    lines += ["", "Example:"]
+    lines += [
+        "    >>> import torch, offbeat",
+        "    >>> model = torch.nn.Linear(4, 2)",
+        f"    >>> optimizer = offbeat.{rule.name}(model.parameters(), lr=0.01)",
+        "    >>> model(torch.ones(3, 4)).sum().backward()",
+        "    >>> optimizer.step()",
+        "    >>> optimizer.zero_grad()",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,263 @@
+"""One update of some parameters of one group: prepared and checked first, then run.
+
+Everything that can go wrong goes wrong while preparing, before a parameter, a state entry or a counter has
+changed; that is how a failed step changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from offbeat.errors import CaptureError
+from offbeat.optim.gradients import check_gradient, is_dtensor, local, local_gradient
+from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
+from offbeat.optim.state import ParamState, State, new_state
+from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.tiers.choice import Choice, choose
+from offbeat.tiers.foreach import run_foreach
+from offbeat.tiers.fused import cpu_kernel
+from offbeat.tiers.layout import compute_dtype, match_layout
+from offbeat.tiers.loop import run_loop
+from offbeat.tiers.trace import Program, trace
+
+__all__ = ["Update", "hyperparameters", "prepare", "program_for"]
+
+_SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
+_CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
+
+
+def hyperparameters(group: dict[str, Any]) -> Values:
+    """A group's options as attributes. Tensors become numbers unless the step must not leave the device."""
+    h = Values(**group)
+    symbolic = h.differentiable or h.capturable
+    for name, value in group.items():
+        if isinstance(value, Tensor):
+            setattr(h, name, value.squeeze() if symbolic else value.item())
+        elif name == "betas" and isinstance(value[0], Tensor):
+            setattr(h, name, tuple(b.squeeze() if symbolic else b.item() for b in value))
+    return h
+
+
+@dataclass
+class Member:
+    """One parameter of an update."""
+
+    param: Tensor
+    columns: list[Tensor]  # p, g, then the state tensors, as the tiers take them
+    scalars: list[Tensor]  # the stored scalars, in the slots' order
+    fresh: bool  # its state has not seen a step
+    simple: bool  # its columns are its own tensors, or their local shards: nothing was copied or viewed
+    distributed: bool
+    rows: tuple[Tensor, ...] | None = None  # the rows a sparse gradient touches
+    choice: Choice = _SPARSE
+
+
+@dataclass
+class Update:
+    """A prepared update. :meth:`commit` stores new state, :meth:`run` changes the parameters."""
+
+    rule: Rule
+    h: Values
+    state: State
+    slots: tuple[Slot, ...]
+    structure: dict[str, bool]
+    members: list[Member] = field(default_factory=list)
+    created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
+    program: Program | None = None
+
+    @property
+    def tensor_keys(self) -> tuple[str, ...]:
+        """The state entries that are tensors like the parameter."""
+        return tuple(slot.key for slot in self.slots if not slot.scalar)
+
+    @property
+    def scalar_keys(self) -> tuple[str, ...]:
+        """The state entries that are counters and other single numbers."""
+        return tuple(slot.key for slot in self.slots if slot.scalar)
+
+    def commit(self) -> None:
+        """Put the state made while preparing into the optimizer."""
+        for p, key, value in self.created:
+            self.state[p][key] = value
+
+    def run(self) -> None:
+        """Change the parameters and their state."""
+        if self.h.capturable:
+            for member in self.members:
+                self._run_on_device(member)
+        elif self.members:
+            self._run_from_host()
+        # Shards were written; autograd watches the distributed tensors around them.
+        increment_version([member.param for member in self.members if member.distributed])
+        for member in self.members:
+            entry = self.state.get(member.param)
+            if isinstance(entry, ParamState):
+                entry.fresh = False
+
+    def _run_from_host(self) -> None:
+        counters = [Scalars([m.scalars[i] for m in self.members]) for i in range(len(self.scalar_keys))]
+        fresh = [m.fresh for m in self.members]
+        rows, table, advanced = coefficient_rows(self.rule, self.h, self.scalar_keys, counters, fresh)
+        # torch's operators want counters that have moved on already.
+        move_on(self.scalar_keys, counters, rows, advanced)
+        rows = rows or [0] * len(self.members)
+        batches: dict[Any, list[int]] = {}
+        for i, member in enumerate(self.members):
+            dtypes = tuple(t.dtype for t in member.columns)
+            key: tuple[Any, ...] = (member.choice.tier, member.columns[0].device, dtypes)
+            if member.choice.tier in ("foreach", "native"):
+                key = (*key, rows[i])
+            batches.setdefault(key, []).append(i)
+        for (tier, *_), indices in batches.items():
+            members = [self.members[i] for i in indices]
+            columns = [[m.columns[c] for m in members] for c in range(len(members[0].columns))]
+            compute = compute_dtype(members[0].columns)
+            if tier == "fused":
+                assert self.program is not None
+                run_kernel(self.program, columns, [rows[i] for i in indices], table, compute)
+            elif tier == "foreach":
+                assert self.program is not None
+                run_foreach(self.program, columns, table[rows[indices[0]]], compute)
+            elif tier == "native":
+                self._run_native(members, columns)
+            else:
+                for i, member in zip(indices, members, strict=True):
+                    self._run_loop(member, table[rows[i]], compute)
+
+    def _run_loop(self, member: Member, coefficients: dict[str, Any], compute: torch.dtype) -> None:
+        names = ("p", "g", *self.tensor_keys)
+        scalars = coefficients | self.structure
+        if member.rows is None:
+            run_loop(self.rule.update, names, member.columns, scalars, compute, differentiable=self.h.differentiable)
+            return
+        p, g, *state = member.columns
+        touched = [p[member.rows], g, *(t[member.rows] for t in state)]
+        run_loop(self.rule.update, names, touched, scalars, compute)
+        for whole, part in zip([p, *state], [touched[0], *touched[2:]], strict=True):
+            whole.index_put_(member.rows, part)
+
+    def _run_native(self, members: list[Member], columns: list[list[Tensor]]) -> None:
+        assert self.rule.native is not None
+        state = dict(zip(self.tensor_keys, columns[2:], strict=True))
+        for i, key in enumerate(self.scalar_keys):
+            state[key] = [m.scalars[i] for m in members]
+        self.rule.native(self.h, 1 if members[0].fresh else 2, columns[0], columns[1], state)
+
+    def _run_on_device(self, member: Member) -> None:
+        stored = dict(zip(self.scalar_keys, member.scalars, strict=True))
+        if "step" in stored:
+            stored["step"].add_(1)
+        s = Values(**stored)
+        advanced = self.rule.advance(self.h, s)
+        if self.rule.advance_first:
+            s.set(**advanced)
+        coefficients = self.rule.coefficients(self.h, s)
+        self._run_loop(member, coefficients, compute_dtype(member.columns))
+        for key, value in advanced.items():
+            stored[key].copy_(value)
+
+
+def prepare(
+    rule: Rule, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
+) -> Update:
+    """Check the gradients, allocate missing state, and choose tiers. Nothing the user can see changes."""
+    h = hyperparameters(group)
+    update = Update(rule, h, state, rule.slots(h), rule.structure(h))
+    given = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    for p, g in given:
+        check_gradient(rule, h, p, g)
+        if h.capturable and p.device.type not in _CAPTURABLE:
+            raise CaptureError(
+                f"If capturable=True, params and state_steps must be on supported devices: {list(_CAPTURABLE)}, "
+                f"but one is on {p.device}; leave capturable out"
+            )
+    entries, update.created = new_state(update.slots, h, [p for p, _ in given], state)
+    newborn = {id(p) for p, _, _ in update.created}
+    for (p, g), entry in zip(given, entries, strict=True):
+        fresh = id(p) in newborn or getattr(state.get(p), "fresh", False)
+        update.members.append(_member(update, p, g, entry, fresh))
+    if update.members and not (h.capturable or h.differentiable):
+        update.program = program_for(rule, h)
+    for member in update.members:
+        if member.rows is None:
+            member.choice = choose(rule, h, update.program, member.columns)
+            if member.choice.tier in ("fused", "native"):
+                _align(update, member)
+    return update
+
+
+def program_for(rule: Rule, h: Values) -> Program:
+    """The rule's maths under these hyperparameters, for the tiers that do not run it on tensors."""
+    slots = rule.slots(h)
+    s = Values(step=1, **{slot.key: 0.5 for slot in slots if slot.scalar and slot.key != "step"})
+    keys = tuple(slot.key for slot in slots if not slot.scalar)
+    return trace(rule.update, keys, tuple(rule.coefficients(h, s)), tuple(sorted(rule.structure(h).items())))
+
+
+def _member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: bool) -> Member:
+    h = update.h
+    scalars = [entry[key] for key in update.scalar_keys]
+    if h.differentiable and any(t.requires_grad for t in scalars):
+        raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
+    distributed = is_dtensor(p)
+    gradient = local_gradient(p, g) if distributed else g
+    columns = [local(p), gradient, *(local(entry[key]) for key in update.tensor_keys)]
+    rows = None
+    if gradient.layout != torch.strided:
+        if update.rule.sparse(h) == "dense":
+            columns[1] = gradient.to_dense()
+        else:
+            gradient = gradient.coalesce()
+            rows, columns[1] = tuple(gradient.indices()), gradient.values()
+    columns[2:] = [t.to_dense() if t.layout != torch.strided else t for t in columns[2:]]
+    if columns[0].is_complex() and rows is None:
+        columns = [torch.view_as_real(t.resolve_conj() if t.is_conj() else t) for t in columns]
+    own = [local(p), local(g)] if distributed else [p, g]
+    simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
+    return Member(p, columns, scalars, fresh, simple, distributed, rows)
+
+
+def _align(update: Update, member: Member) -> None:
+    """Give all columns the parameter's layout: a gradient by a copy, state for good."""
+    p = member.columns[0]
+    for i, t in enumerate(member.columns[1:], start=1):
+        aligned = match_layout(t, p)
+        if aligned is t:
+            continue
+        member.columns[i] = aligned
+        member.simple = False
+        if i > 1:
+            _replace_state(update, member.param, update.tensor_keys[i - 2], aligned)
+
+
+def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> None:
+    if param.is_complex():
+        value = torch.view_as_complex(value)
+    if is_dtensor(param):
+        old = update.state[param][key]
+        value = type(old).from_local(value, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
+    update.created.append((param, key, value))
+
+
+def run_kernel(
+    program: Program,
+    columns: list[list[Tensor]],
+    rows: Sequence[int],
+    table: list[dict[str, Any]],
+    compute: torch.dtype,
+) -> None:
+    """Run the compiled kernel over these columns."""
+    kernel = cpu_kernel(program, tuple(column[0].dtype for column in columns), compute)
+    numel = array("q", [t.numel() for t in columns[0]])
+    flat = array("d", [row[name] for row in table for name in program.coefficients])
+    pointers = [array("q", [t.data_ptr() for t in column]) for column in columns]
+    # The kernel writes behind autograd's back; this is how autograd learns of it.
+    increment_version([t for i, column in enumerate(columns) if i != 1 for t in column])
+    kernel(pointers, numel, array("q", rows), flat, sum(numel))

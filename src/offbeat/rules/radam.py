@@ -1,0 +1,86 @@
+r"""RAdam: Adam whose adaptive step waits until the second moment can be trusted.
+
+.. math::
+    \rho_\infty &= \frac{2}{1-\beta_2} - 1, \qquad
+    \rho_t = \rho_\infty - \frac{2 t \beta_2^t}{1-\beta_2^t} \\
+    r_t &= \sqrt{\frac{(\rho_t-4)(\rho_t-2)\rho_\infty}{(\rho_\infty-4)(\rho_\infty-2)\rho_t}} \\
+    \theta &\leftarrow \theta - \frac{\gamma\, m}{1-\beta_1^t}
+        \begin{cases} r_t \sqrt{1-\beta_2^t} / (\sqrt v + \epsilon) & \rho_t > 5 \\ 1 & \text{else}\end{cases}
+
+Reference: Liu et al., arXiv 1908.03265.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from offbeat.rules.checks import betas, boolean, eps, learning_rate, weight_decay
+from offbeat.rules.ops import maximum, sqrt, where
+from offbeat.rules.rule import Rule, Slot, Values
+
+
+def structure(h: Values) -> dict[str, bool]:
+    decay = h.weight_decay != 0
+    return {
+        "maximize": h.maximize,
+        "decay": decay and not h.decoupled_weight_decay,
+        "shrink": decay and h.decoupled_weight_decay,
+    }
+
+
+def coefficients(h: Values, s: Values) -> dict[str, Any]:
+    beta1, beta2 = h.betas
+    correction2 = 1 - beta2**s.step
+    rho_inf = 2 / (1 - beta2) - 1
+    rho = rho_inf - 2 * s.step * (beta2**s.step) / correction2
+    # Under 5 the rectification is not used: any positive stand-in keeps its square root real.
+    trusted = maximum(rho, 5.0)
+    rectification = (
+        sqrt((trusted - 4) * (trusted - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * trusted))
+        if rho_inf > 5
+        else 0.0
+    )
+    step_size = h.lr / (1 - beta1**s.step)
+    return {
+        "weight_decay": h.weight_decay,
+        "remains": 1 - h.lr * h.weight_decay,
+        "rest1": 1 - beta1,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+        "eps": h.eps,
+        "rectified": where(rho > 5.0, 1.0, 0.0),
+        "plain_size": step_size,
+        "adaptive_size": step_size * rectification * sqrt(correction2),
+    }
+
+
+def radam(  # type: ignore[no-untyped-def]
+    p, g, exp_avg, exp_avg_sq, *, weight_decay, remains, rest1, beta2, rest2, eps, rectified, plain_size,
+    adaptive_size, maximize, decay, shrink,
+):  # fmt: skip
+    if maximize:
+        g = -g
+    if decay:
+        g = g + weight_decay * p
+    if shrink:
+        p = remains * p
+    exp_avg = exp_avg + rest1 * (g - exp_avg)
+    exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g)
+    adaptive = adaptive_size * (exp_avg / (sqrt(exp_avg_sq) + eps))
+    return p - where(rectified > 0, adaptive, plain_size * exp_avg), exp_avg, exp_avg_sq
+
+
+RADAM = Rule(
+    name="RAdam",
+    hyper=(
+        learning_rate(1e-3),
+        betas((0.9, 0.999), "decay rates of the averages of the gradient and of its square"),
+        eps(1e-8),
+        weight_decay(0),
+        boolean("decoupled_weight_decay", "decay the parameter instead of the gradient, as AdamW"),
+    ),
+    slots=lambda h: (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq")),
+    structure=structure,
+    coefficients=coefficients,
+    update=radam,
+)

@@ -1,0 +1,92 @@
+r"""Stochastic gradient descent, with momentum, dampening and Nesterov's correction.
+
+.. math::
+    g &\leftarrow g + \lambda\theta \\
+    b_1 &= g_1, \qquad b_t = \mu b_{t-1} + (1-\tau) g_t \\
+    \theta &\leftarrow \theta - \gamma \, (g + \mu b \text{ with Nesterov, else } b)
+
+The buffer starts as the first gradient, undampened. Momentum buffers of zeros (:meth:`init_state`) do not
+change that: the first step overwrites them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from offbeat.rules.checks import anything, boolean, learning_rate, number, weight_decay
+from offbeat.rules.ops import where
+from offbeat.rules.rule import Rule, Slot, Values
+
+
+def check(h: Values) -> None:
+    if h.nesterov and (h.momentum <= 0 or h.dampening != 0):
+        raise ValueError(
+            "Nesterov momentum requires a momentum and zero dampening, but "
+            f"momentum={h.momentum} and dampening={h.dampening}"
+        )
+
+
+def slots(h: Values) -> tuple[Slot, ...]:
+    return (Slot("momentum_buffer"),) if h.momentum != 0 else ()
+
+
+def structure(h: Values) -> dict[str, bool]:
+    return {"maximize": h.maximize, "decay": h.weight_decay != 0, "nesterov": h.nesterov}
+
+
+def coefficients(h: Values, s: Values) -> dict[str, Any]:
+    first = s.step == 1
+    return {
+        "lr": h.lr,
+        "weight_decay": h.weight_decay,
+        "momentum": h.momentum,
+        "keep": where(first, 0.0, h.momentum),
+        "take": where(first, 1.0, 1 - h.dampening),
+    }
+
+
+def sgd(p, g, momentum_buffer=None, *, lr, weight_decay, momentum, keep, take, maximize, decay, nesterov):  # type: ignore[no-untyped-def]
+    if maximize:
+        g = -g
+    if decay:
+        g = g + weight_decay * p
+    if momentum_buffer is None:
+        return (p - lr * g,)
+    momentum_buffer = keep * momentum_buffer + take * g
+    direction = g + momentum * momentum_buffer if nesterov else momentum_buffer
+    return p - lr * direction, momentum_buffer
+
+
+def native(h: Values, step: Any, params: Any, grads: Any, state: dict[str, Any]) -> None:
+    torch._fused_sgd_(
+        params, grads, state.get("momentum_buffer", []), weight_decay=h.weight_decay, momentum=h.momentum, lr=h.lr,
+        dampening=h.dampening, nesterov=h.nesterov, maximize=h.maximize, is_first_step=step == 1,
+    )  # fmt: skip
+
+
+def sparse(h: Values) -> str:
+    if h.weight_decay != 0:
+        return "weight_decay option is not compatible with sparse gradients; set weight_decay=0 for this group"
+    return "rows" if h.momentum == 0 else "dense"
+
+
+SGD = Rule(
+    name="SGD",
+    hyper=(
+        learning_rate(1e-3),
+        number("momentum", 0, "momentum factor"),
+        anything("dampening", 0, "dampening for momentum"),
+        weight_decay(0),
+        boolean("nesterov", "Nesterov momentum; needs a momentum and no dampening"),
+    ),
+    slots=slots,
+    structure=structure,
+    coefficients=coefficients,
+    update=sgd,
+    check=check,
+    sparse=sparse,
+    flags=("maximize", "foreach", "differentiable", "fused"),
+    native=native,
+)

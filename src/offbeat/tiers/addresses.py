@@ -1,0 +1,233 @@
+"""Where many tensors lie, read and checked in one go.
+
+A compiled kernel works on addresses, and an address is only good if the tensor behind it is still what it was: same
+dtype, shape, strides and storage. Asking each tensor from Python costs about a microsecond; with a compiler at hand
+a small C function asks torch's stable C interface instead. It reads a tensor's handle out of the Python object, at an
+offset that is measured on tensors whose handle is known; where that does not work out, Python asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.tiers.compiler import CompilerError, load, why_no_compiler
+from offbeat.tiers.layout import same_layout
+
+__all__ = ["AddressBook"]
+
+
+class AddressBook:
+    """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
+
+    All tensors are plain, dense and on the CPU; those in one row have the same shape and layout.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
+        self.columns = [list(column) for column in columns]
+        rows = len(self.columns[0])
+        self.tables = [array("q", bytes(8 * rows)) for _ in range(len(columns) + 1)]
+        self._expected = [[_kind(t) for t in column] for column in self.columns]
+        self._reader = _reader()
+        if self._reader is not None:
+            read, offset = self._reader
+            self._handles = [array("q", [id(t) + offset for t in column]) for column in self.columns]
+            self._metadata = array("q")
+            starts = []
+            for p in self.columns[0]:
+                starts.append(len(self._metadata))
+                self._metadata.extend((p.dim(), *p.shape, *p.stride()))
+            self._starts = array("q", starts)
+            self._dtypes = array("q", [_dtype_code(column[0]) for column in self.columns])
+            gradients, *others = [self.tables[1], self.tables[0], *self.tables[2:]]
+            self._arguments = array("q", [rows, len(self.columns), id(None), id(Tensor), offset])
+            fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
+            for table in (*fixed, *self._handles, *others):
+                self._arguments.append(table.buffer_info()[0])
+            self._read = read
+
+    def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> int | None:
+        """Bring :attr:`tables` up to date: addresses of parameters, gradients (0 for None), then state.
+
+        Args:
+            params: must be this book's parameters, in its order.
+            grads: their gradients; None reads them from ``.grad``.
+
+        Returns:
+            How many gradients there are, or None if a tensor is not as it was; the tables are of no use then.
+        """
+        if self._reader is not None:
+            params = params if type(params) is list else list(params)
+            given = grads if grads is None or type(grads) is list else list(grads)
+            count: int = self._read(params, given, "grad", self._arguments.buffer_info()[0])
+            return None if count < 0 else count
+        return self._read_slowly(params, [p.grad for p in params] if grads is None else grads)
+
+    def _read_slowly(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int | None:
+        if len(params) != len(self.columns[0]) or not all(map(is_, params, self.columns[0])):
+            return None
+        count = 0
+        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            if g is None:
+                self.tables[1][i] = 0
+                continue
+            if type(g) is not Tensor or g.layout is not torch.strided or g.shape != p.shape:
+                return None
+            if g.dtype is not p.dtype or g.device != p.device or not same_layout(g, p):
+                return None
+            self.tables[1][i] = g.data_ptr() or 1  # an empty tensor lies nowhere, but it is there
+            count += 1
+        tables = [self.tables[0], *self.tables[2:]]
+        for column, expected, table in zip(self.columns, self._expected, tables, strict=True):
+            for i, t in enumerate(column):
+                if _kind(t) != expected[i]:
+                    return None
+                table[i] = t.data_ptr()
+        return count
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.device, t.layout, t.shape, t.stride()
+
+
+_SOURCE = """
+typedef long long i64;
+typedef struct _object PyObject;
+PyObject *PyList_GetItem(PyObject *, i64);
+PyObject *PyObject_GetAttr(PyObject *, PyObject *);
+void Py_IncRef(PyObject *);
+void PyErr_Clear(void);
+PyObject *PyObject_Type(PyObject *);
+void Py_DecRef(PyObject *);
+i64 PyList_Size(PyObject *);
+
+/* torch's stable C interface; the addresses of its functions are handed in. */
+static struct {
+  int (*layout)(void *, int *), (*dtype)(void *, int *), (*device)(void *, int *), (*dim)(void *, i64 *);
+  int (*sizes)(void *, i64 **), (*strides)(void *, i64 **), (*data)(void *, void **);
+} get;
+
+void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
+
+struct request {
+  i64 rows, columns, none, tensor_type, offset;
+  const i64 *starts, *metadata, *dtypes;
+  i64 *gradients;
+  i64 *tables[];  /* handles of each column, then the table of each column */
+};
+
+/* Whether the tensor is strided, on the CPU, and has this dtype, shape and layout; its address if so. */
+static int fits(void *handle, i64 dtype, const i64 *expected, i64 *address) {
+  int code;
+  i64 dim, *sizes, *strides;
+  void *data;
+  if (get.layout(handle, &code) || code != 0) return 0;
+  if (get.dtype(handle, &code) || code != dtype) return 0;
+  if (get.device(handle, &code) || code != 0) return 0;
+  if (get.dim(handle, &dim) || dim != expected[0]) return 0;
+  if (get.sizes(handle, &sizes) || get.strides(handle, &strides)) return 0;
+  for (i64 d = 0; d < dim; ++d)
+    if (sizes[d] != expected[1 + d] || (sizes[d] != 1 && strides[d] != expected[1 + dim + d])) return 0;
+  if (get.data(handle, &data)) return 0;
+  *address = (i64)data;
+  return 1;
+}
+
+/* The number of gradients, or -1 if a tensor is not as it was. Without a list they are read from the parameters. */
+i64 offbeat_read(PyObject *params, PyObject *gradients, PyObject *attribute, const struct request *r) {
+  int given = (i64)gradients != r->none;
+  i64 count = 0;
+  if (PyList_Size(params) != r->rows || (given && PyList_Size(gradients) != r->rows)) return -1;
+  for (i64 i = 0; i < r->rows; ++i) {
+    const i64 *expected = r->metadata + r->starts[i];
+    PyObject *p = PyList_GetItem(params, i), *g;
+    if ((i64)p + r->offset != r->tables[0][i]) return -1;
+    for (i64 c = 0; c < r->columns; ++c)
+      if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return -1;
+    if (given) Py_IncRef(g = PyList_GetItem(gradients, i));
+    else if (!(g = PyObject_GetAttr(p, attribute))) { PyErr_Clear(); return -1; }
+    int fitting = 1;
+    if ((i64)g == r->none) {
+      r->gradients[i] = 0;
+    } else {
+      PyObject *type = PyObject_Type(g);
+      Py_DecRef(type);
+      fitting = (i64)type == r->tensor_type &&
+                fits((char *)g + r->offset, r->dtypes[0], expected, &r->gradients[i]);
+      if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
+      ++count;
+    }
+    Py_DecRef(g);
+    if (!fitting) return -1;
+  }
+  return count;
+}
+
+i64 offbeat_dtype(i64 handle) { int code; return get.dtype((void *)handle, &code) ? -1 : code; }
+i64 offbeat_address(i64 handle) { void *p; return get.data((void *)handle, &p) ? -1 : (i64)p; }
+"""
+
+
+@functools.cache
+def _library() -> tuple[Any, int] | None:
+    """The C functions and the offset of a tensor's handle in its Python object, or None where Python must do."""
+    if why_no_compiler():
+        return None
+    try:
+        path = load(_SOURCE)._name
+    except CompilerError:
+        return None
+    offset = _handle_offset()
+    if offset is None:
+        return None
+    library = ctypes.PyDLL(path)  # keeps the interpreter's lock: it works on Python objects
+    try:
+        functions = _torch_functions()
+    except (AttributeError, OSError):
+        return None
+    library.offbeat_bind.argtypes, library.offbeat_bind.restype = (ctypes.c_void_p,), None
+    library.offbeat_bind(functions.buffer_info()[0])
+    library.offbeat_read.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
+    library.offbeat_read.restype = ctypes.c_int64
+    for name in ("offbeat_dtype", "offbeat_address"):
+        function = getattr(library, name)
+        function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
+    probe = torch.arange(6.0)[2:]
+    if library.offbeat_address(id(probe) + offset) != probe.data_ptr():
+        return None
+    return library, offset
+
+
+def _torch_functions() -> array[int]:
+    torch_library = ctypes.CDLL(torch._C.__file__)
+    names = ("layout", "dtype", "device_type", "dim", "sizes", "strides", "data_ptr")
+    functions = [getattr(torch_library, f"aoti_torch_get_{name}") for name in names]
+    return array("q", [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
+
+
+def _handle_offset() -> int | None:
+    """Where a tensor's Python object keeps the pointer that ``_cdata`` shows."""
+    probes = [torch.zeros(3), torch.nn.Parameter(torch.zeros(2)), torch.zeros(2, 2, dtype=torch.bfloat16)]
+    for offset in range(16, min(64, Tensor.__basicsize__ - 7), 8):
+        if all(ctypes.c_int64.from_address(id(t) + offset).value == t._cdata for t in probes):
+            return offset
+    return None
+
+
+def _reader() -> tuple[Any, int] | None:
+    found = _library()
+    return None if found is None else (found[0].offbeat_read, found[1])
+
+
+def _dtype_code(t: Tensor) -> int:
+    found = _library()
+    assert found is not None
+    library, offset = found
+    return int(library.offbeat_dtype(id(t) + offset))

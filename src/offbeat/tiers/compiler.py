@@ -1,0 +1,127 @@
+"""Turns a kernel's C source into a loaded library, once per machine.
+
+Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory) under a name
+made from the source, the compiler and the processor. No compiler is needed where every kernel is cached.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["CompilerError", "load", "why_no_compiler"]
+
+#: Contraction is off so that an element's new value does not depend on where in a tensor it stands.
+OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
+COMPILE_SECONDS = 120
+
+
+class CompilerError(RuntimeError):
+    """A kernel could not be compiled or loaded; the message says why."""
+
+
+@functools.cache
+def find_compiler() -> str | None:
+    """The C compiler: ``$CC`` if set, else the first of cc, gcc and clang."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def why_no_compiler() -> str | None:
+    """Why kernels cannot be compiled here, or None if they can."""
+    if os.environ.get("OFFBEAT_NO_COMPILER"):
+        return "OFFBEAT_NO_COMPILER is set"
+    if sys.platform == "win32":
+        return "compiled kernels are not supported on Windows"
+    if find_compiler() is None:
+        return "no C compiler (cc, gcc or clang) was found; install one, or set CC"
+    return None
+
+
+@functools.cache
+def _fingerprint() -> str:
+    """Compiler and processor: a library built by or for another is not reused."""
+    compiler = find_compiler() or ""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS).stdout
+    try:
+        cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        cpu = "\n".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features")))
+    except OSError:
+        cpu = platform.processor()
+    return "\n".join((version, platform.machine(), cpu, " ".join(OPTIONS)))
+
+
+def cache_directory() -> Path:
+    """A directory of this user's own; a shared one could hold somebody else's code."""
+    if configured := os.environ.get("OFFBEAT_CACHE_DIR"):
+        directory = Path(configured)
+    else:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        mine = directory.stat().st_uid == os.getuid() and not directory.stat().st_mode & stat.S_IWOTH
+        if mine and os.access(directory, os.W_OK):
+            return directory
+    except OSError:
+        pass
+    return _private_directory()
+
+
+@functools.cache
+def _private_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="offbeat-"))
+
+
+@functools.lru_cache(maxsize=1024)
+def load(source: str) -> ctypes.CDLL:
+    """The library made from ``source``. Raises :class:`CompilerError`."""
+    if reason := why_no_compiler():
+        raise CompilerError(reason)
+    digest = hashlib.sha256((source + _fingerprint()).encode()).hexdigest()[:32]
+    directory = cache_directory()
+    path = directory / f"{digest}.so"
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:  # damaged, or built for another system: build it anew
+            pass
+    problem: OSError | None = None
+    for threads in ("torch's", "own"):
+        _build(source, path, own_threads=threads == "own")
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            problem = error
+    raise CompilerError(f"a compiled kernel could not be loaded: {problem}") from problem
+
+
+def _build(source: str, path: Path, own_threads: bool) -> None:
+    compiler = find_compiler()
+    assert compiler is not None
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as work:
+        code, obj, lib = (Path(work) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
+        code.write_text(source)
+        # First linked without an OpenMP library: the symbols are then those of the one torch has loaded, and
+        # both share one set of threads. Only where torch exports none does the kernel bring its own.
+        link = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
+        for command in (
+            [compiler, *OPTIONS, "-c", str(code), "-o", str(obj)],
+            [compiler, *link, str(obj), "-o", str(lib), *(["-fopenmp"] if own_threads else [])],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise CompilerError(f"{compiler} did not run: {error}") from error
+            if done.returncode:
+                raise CompilerError(f"{compiler} failed on a kernel: {done.stderr.strip()[-2000:]}")
+        os.replace(lib, path)

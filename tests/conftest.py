@@ -1,0 +1,33 @@
+"""Kernels compiled by the tests go to one directory a test run, so that a broken cache cannot hide a broken kernel."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    # Workers inherit it from the controlling process.
+    if "OFFBEAT_CACHE_DIR" not in os.environ:
+        os.environ["OFFBEAT_CACHE_DIR"] = tempfile.mkdtemp(prefix="offbeat-tests-")
+        config.stash[_directory] = Path(os.environ["OFFBEAT_CACHE_DIR"])
+
+
+_directory = pytest.StashKey[Path]()
+
+
+def pytest_unconfigure(config):
+    directory = config.stash.get(_directory, None)
+    if directory is not None:
+        import shutil
+
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    torch.manual_seed(0)

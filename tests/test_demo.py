@@ -1,0 +1,172 @@
+"""The demo, run as a user runs it: in processes of its own, to the end, or into a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from time import monotonic, sleep
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from typer.testing import CliRunner
+
+from offbeat.cli import app
+from offbeat.cli.data import read_corpus
+from offbeat.cli.report import ArmReport, Timing, sentences
+
+SOURCE = Path(__file__).parent.parent / "src"
+SECONDS = 150
+
+
+def start(*options: str, **environment: str) -> subprocess.Popen[str]:
+    """The demo in a session of its own, by which its processes are found again."""
+    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        [sys.executable, "-m", "offbeat.cli", "demo", *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, out, err
+
+
+def alive(session: int) -> list[str]:
+    """The processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, rest = stat.read_text().rsplit(")", 1)
+        except OSError:  # it ended while we looked
+            continue
+        state, _, _, of_session = rest.split()[:4]
+        if int(of_session) == session and state != "Z":
+            found.append(name)
+    return found
+
+
+def assert_nobody_left(session: int) -> None:
+    until = monotonic() + 10  # multiprocessing's own helper process takes a moment to notice the end
+    while alive(session) and monotonic() < until:
+        sleep(0.1)
+    assert alive(session) == []
+
+
+@pytest.mark.ranks
+def test_both_arms_learn_and_agree(tmp_path: Path) -> None:
+    process = start("--quick", "--json", str(tmp_path / "results.json"))
+    code, out, err = finish(process)
+    assert code == 0, err
+    results = json.loads((tmp_path / "results.json").read_text())
+    torchs, ours = results["arms"]
+    assert (torchs["name"], ours["name"]) == ("torch.optim.AdamW(fused=True)", "offbeat.AdamW")
+    for arm in (torchs, ours):
+        assert arm["held_out_loss_after"] < arm["held_out_loss_before"] - 0.3
+        assert arm["ranks_identical"] is True
+        assert len(arm["parameter_digests"]) == results["ranks"] == 2
+        assert arm["parameter_digests"][0] != arm["start_digest"]
+        assert arm["tier"] in out.replace("\n", " ")
+    assert torchs["start_digest"] == ours["start_digest"]
+    assert torchs["held_out_loss_before"] == ours["held_out_loss_before"]
+    assert results["largest_difference"] < 1e-3
+    assert "\x1b" not in out  # not a terminal: plain text
+    assert_nobody_left(process.pid)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_dies_ends_the_demo() -> None:
+    process = start("--quick", OFFBEAT_DEMO_FAIL_RANK="1")
+    code, _, err = finish(process)
+    assert code == 1
+    assert "The demo failed: rank 1 of torch.optim.AdamW(fused=True) died (exit code 13)" in " ".join(err.split())
+    assert_nobody_left(process.pid)
+
+
+@pytest.mark.ranks
+def test_an_interrupt_stops_every_process() -> None:
+    process = start("--steps", "100")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if " step " in line:  # training has begun
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert_nobody_left(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--ranks", "1"], "1 is not from 2 to"),
+        (["--ranks", "1000"], "1000 is not from 2 to"),
+        (["--steps", "3"], "3 is less than 10"),
+        (["--seed", "-1"], "-1 is not from 0"),
+        (["--json", "/no/such/directory/file.json"], "is in a directory that does not exist"),
+        (["--quick", "--steps", "20"], "exclude each other"),
+    ],
+)
+def test_options_are_checked(options: list[str], named: str) -> None:
+    result = CliRunner().invoke(app, ["demo", *options], env={"COLUMNS": "1000"})
+    assert result.exit_code == 2
+    assert named in result.output
+
+
+def test_a_library_without_sources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
+        read_corpus(directory=tmp_path)
+
+
+def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
+    for i in range(30):
+        (tmp_path / f"{i:02}.py").write_bytes(bytes([i]) * 20_000)
+    corpus = read_corpus(directory=tmp_path)
+    assert set(corpus.held_out.tolist()) == {9, 19, 29}
+    assert not set(corpus.train.tolist()) & {9, 19, 29}
+    assert corpus.files == 30
+
+
+def report(*, optimizer: float, whole: float, spread: float = 0.01, after: float = 2.0) -> ArmReport:
+    def timing(ms: float) -> Timing:
+        return Timing(ms, ms - spread, ms + spread)
+
+    return ArmReport("arm", "loop", 5.0, after, 5.0, after, 1.0, timing(optimizer), timing(whole), True, "", [""])
+
+
+def test_the_sentences_follow_the_numbers() -> None:
+    torchs = report(optimizer=2.0, whole=50.0)
+    better = sentences(torchs, report(optimizer=1.0, whole=49.0))
+    assert "2.00 times as fast and saved 1 ms" in better[0]
+    assert "4.0% of it" in better[1]
+    worse = sentences(torchs, report(optimizer=3.0, whole=51.0))
+    assert "took 1.50 times as long and lost 1 ms" in worse[0]
+    assert "lost 1 ms" in worse[1]
+    same = sentences(torchs, report(optimizer=1.9, whole=50.0, spread=0.5))
+    assert "within the spread" in same[0]
+    elsewhere = sentences(torchs, report(optimizer=2.5, whole=60.0))
+    assert "+10 ms, of which the optimizer explains +0.5; the rest comes from elsewhere" in elsewhere[1]
+    assert "did not go down with arm" in sentences(torchs, report(optimizer=1.0, whole=50.0, after=6.0))[2]
+
+
+def test_the_library_does_not_need_the_command_line() -> None:
+    check = "import sys, offbeat; sys.exit(bool({'typer', 'rich', 'offbeat.cli'} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    assert subprocess.run([sys.executable, "-c", check], env=environment, timeout=SECONDS).returncode == 0

@@ -1,0 +1,138 @@
+"""Sharded and replicated parameters in real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import offbeat
+from tests.cases import ONE_A_RULE, Case
+from tests.ranks import run_ranks
+
+# One worker runs them all, or the fixture would start its processes twice.
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("ranks")]
+
+
+def train_sharded(rank: int, world: int, case: Case) -> dict[str, list[torch.Tensor]]:
+    """FSDP2 with our optimizer, and one unsharded model with the reference, on the same data."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)).double()
+
+    whole = build()
+    sharded = build()
+    fully_shard(sharded[0], mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    a = case.ours(sharded.parameters(), **case.hyper)
+    b = case.reference(whole.parameters())
+    for step in range(6):
+        torch.manual_seed(step)
+        x = torch.randn(world, 4, 5, dtype=torch.float64)
+        sharded(x[rank]).square().mean().backward()
+        whole(x.flatten(0, 1)).square().mean().backward()
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+        if step == 2:
+            saved = a.state_dict()
+            a = case.ours(sharded.parameters(), **case.hyper)
+            a.load_state_dict(saved)
+    for p in sharded.parameters():
+        assert isinstance(p, DTensor)
+        for key, value in a.state[p].items():
+            if key in ("step", "mu_product", "eta", "mu"):
+                assert not isinstance(value, DTensor)
+            else:
+                assert isinstance(value, DTensor), key
+                assert value.placements == p.placements
+    return {
+        "sharded": [p.full_tensor().detach() for p in sharded.parameters()],
+        "whole": [p.detach() for p in whole.parameters()],
+        "tiers": [choice.tier for choice in a.tiers()],
+    }
+
+
+def train_all(rank: int, world: int) -> dict[str, dict[str, list[torch.Tensor]]]:
+    return {str(case): train_sharded(rank, world, case) for case in ONE_A_RULE}
+
+
+@pytest.fixture(scope="module")
+def sharded_runs():
+    """All rules in one set of processes: starting them takes longer than training."""
+    return run_ranks(train_all, 2)
+
+
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_fsdp2_shards_move_as_the_whole_model_does(case, sharded_runs):
+    results = [run[str(case)] for run in sharded_runs]
+    for result in results:
+        assert result["tiers"] == ["fused"]
+        for p, q in zip(result["sharded"], result["whole"], strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-11)
+    for p, q in zip(results[0]["sharded"], results[1]["sharded"], strict=True):
+        assert torch.equal(p, q)
+
+
+def count_dispatches(rank: int, world: int) -> int:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    mesh = init_device_mesh("cpu", (world,))
+    params = [torch.nn.Parameter(distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])) for _ in range(4)]
+    optimizer = offbeat.AdamW(params, lr=0.1)
+    for p in params:
+        p.grad = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])
+    # A gradient that is laid out otherwise is brought into the parameter's layout.
+    params[-1].grad = distribute_tensor(torch.ones(8, 3), mesh, [Replicate()])
+    optimizer.step()
+    for p in params:
+        assert torch.equal(p.full_tensor(), params[0].full_tensor())
+    params[-1].grad = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            Counter.count += any(issubclass(t, DTensor) for t in types)
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(2):  # the first builds tables, the second uses them
+        with Counter():
+            optimizer.step()
+    assert optimizer._plans
+    loss = params[0].square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    return Counter.count
+
+
+def test_no_operator_is_dispatched_on_distributed_tensors():
+    assert run_ranks(count_dispatches, 2) == [0, 0]
+
+
+def train_replicated(rank: int, world: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    for step in range(5):
+        torch.manual_seed(10 * step + rank)
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert dist.get_world_size() == world
+    return [p.detach() for p in model.parameters()]
+
+
+def test_ranks_under_ddp_stay_bit_identical():
+    first, second = run_ranks(train_replicated, 2)
+    assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

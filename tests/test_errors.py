@@ -1,0 +1,201 @@
+"""Bad input: an error of torch.optim's kind that names the value, and nothing half-changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import offbeat
+from tests.cases import ONE_A_RULE, TIERS, make_params, set_gradients
+
+P = [torch.zeros(2, requires_grad=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper", "error", "message"),
+    [
+        ("SGD", {"lr": -1}, ValueError, "Invalid learning rate: -1"),
+        ("SGD", {"lr": float("nan")}, ValueError, "Invalid learning rate: nan"),
+        ("SGD", {"lr": "0.1"}, TypeError, "Invalid lr: '0.1'"),
+        ("SGD", {"lr": torch.tensor([1.0, 2.0])}, ValueError, "Tensor lr must be 1-element"),
+        ("SGD", {"lr": 1, "momentum": -0.5}, ValueError, "Invalid momentum value: -0.5"),
+        ("SGD", {"lr": 1, "weight_decay": -2}, ValueError, "Invalid weight_decay value: -2"),
+        ("SGD", {"lr": 1, "nesterov": True}, ValueError, "Nesterov momentum requires .* momentum=0"),
+        ("SGD", {"lr": 1, "momentum": 0.9, "dampening": 0.1, "nesterov": True}, ValueError, "dampening=0.1"),
+        ("SGD", {"lr": 1, "momentums": 0.9}, TypeError, "momentums.*it takes .*momentum"),
+        ("SGD", {"lr": 1, "capturable": True}, TypeError, "capturable"),
+        ("Adam", {"betas": (1.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 1.0"),
+        ("Adam", {"betas": (0.9, -0.1)}, ValueError, "Invalid beta parameter at index 1: -0.1"),
+        ("Adam", {"betas": 0.9}, ValueError, "Invalid betas: 0.9"),
+        ("Adam", {"betas": (0.9, torch.tensor(0.9))}, ValueError, "both floats or both Tensors"),
+        ("Adam", {"eps": -1e-8}, ValueError, "Invalid epsilon value: -1e-08"),
+        ("Adam", {"amsgrad": "yes"}, TypeError, "Invalid amsgrad value: 'yes'"),
+        ("AdamW", {"decoupled_weight_decay": True}, TypeError, "decoupled_weight_decay"),
+        ("Adamax", {"betas": (0.0, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
+        ("NAdam", {"momentum_decay": -0.2}, ValueError, "Invalid momentum_decay value: -0.2"),
+        ("RAdam", {"weight_decay": -1}, ValueError, "Invalid weight_decay value: -1"),
+        ("Adagrad", {"lr_decay": -0.5}, ValueError, "Invalid lr_decay value: -0.5"),
+        ("Adagrad", {"initial_accumulator_value": -1}, ValueError, "Invalid initial_accumulator_value value: -1"),
+        ("Adadelta", {"rho": 1.1}, ValueError, "Invalid rho value: 1.1"),
+        ("RMSprop", {"momentum": -1.0}, ValueError, "Invalid momentum value: -1.0"),
+        ("RMSprop", {"alpha": -1.0}, ValueError, "Invalid alpha value: -1.0"),
+        ("Rprop", {"etas": (1.0, 0.5)}, ValueError, "Invalid eta values: 1.0, 0.5"),
+        ("Rprop", {"step_sizes": (2, 1)}, ValueError, "Invalid step_sizes: 2, 1"),
+        ("ASGD", {"weight_decay": -0.5}, ValueError, "Invalid weight_decay value: -0.5"),
+        ("Lion", {"betas": (0.9, 1.0)}, ValueError, "Invalid beta parameter at index 1: 1.0"),
+        ("Lion", {"foreach": True, "fused": True}, RuntimeError, "`fused` and `foreach` cannot be `True` together"),
+        ("Lion", {"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
+        (
+            "Lion",
+            {"foreach": True, "differentiable": True},
+            RuntimeError,
+            "`foreach` does not support `differentiable`",
+        ),
+    ],
+)
+def test_hyperparameters(name, hyper, error, message):
+    with pytest.raises(error, match=message):
+        getattr(offbeat, name)(P, **hyper)
+
+
+def test_a_groups_own_options_are_checked_too():
+    with pytest.raises(ValueError, match="Invalid learning rate: -3"):
+        offbeat.AdamW([{"params": P, "lr": -3}])
+    optimizer = offbeat.AdamW(P)
+    with pytest.raises(ValueError, match="Invalid beta parameter at index 0: 2"):
+        optimizer.add_param_group({"params": torch.zeros(1), "betas": (2, 0.9)})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([], ValueError, "empty parameter list"),
+        (torch.zeros(1), TypeError, "iterable of Tensors or dicts"),
+        ([1.0], TypeError, "can only optimize Tensors"),
+        ([{"params": {torch.zeros(1)}}], TypeError, "ordered collections"),
+        ([torch.ones(1, requires_grad=True) * 2], ValueError, "non-leaf"),
+        ([{"params": P}, {"params": P}], ValueError, "more than one parameter group"),
+        ([("a", torch.zeros(1)), torch.zeros(1)], ValueError, "with/without names"),
+    ],
+)
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_parameter_lists(case, params, error, message):
+    with pytest.raises(error, match=message):
+        case.ours(params)
+
+
+NO_SPARSE = [case for case in ONE_A_RULE if case.name not in ("SGD", "Adagrad")]
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", NO_SPARSE, ids=str)
+def test_a_failed_step_changes_nothing(case, tier, after):
+    """The bad gradient is the last of many: those before it must not have been used, at first or later on."""
+    params = [torch.randn(5, 3, requires_grad=True) for _ in range(300)]
+    groups = [{"params": params[:200]}, {"params": params[200:]}]
+    optimizer = case.ours(groups, **case.hyper, **TIERS[tier])
+    for step in range(after):
+        set_gradients(step, params)
+        optimizer.step()
+    set_gradients(after, params)
+    params[-1].grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 3), (5, 3), check_invariants=True)
+    before, saved = [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(RuntimeError, match=f"{case.name} does not support sparse gradients"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    now = optimizer.state_dict()
+    assert now["state"].keys() == saved["state"].keys()
+    for i, entry in saved["state"].items():
+        assert all(torch.equal(value, now["state"][i][key]) for key, value in entry.items())
+    # And it goes on as if nothing had happened.
+    twins = [p.detach().clone().requires_grad_() for p in params]
+    twin = case.ours([{"params": twins[:200]}, {"params": twins[200:]}], **case.hyper, **TIERS[tier])
+    twin.load_state_dict(saved)
+    set_gradients(after, params, twins)
+    optimizer.step()
+    twin.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+def test_sparse_with_weight_decay():
+    p = torch.zeros(3, 2, requires_grad=True)
+    p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=True)
+    for cls in (offbeat.SGD, offbeat.Adagrad):
+        with pytest.raises(RuntimeError, match="weight_decay option is not compatible with sparse gradients"):
+            cls([p], weight_decay=0.1).step()
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_A_RULE if "capturable" in c.ours.rule.flags], ids=str)
+def test_capturable_needs_a_device_that_captures(case):
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    optimizer = case.ours([p], **case.hyper, capturable=True)
+    with pytest.raises(AssertionError, match="If capturable=True, params and state_steps must be on supported devices"):
+        optimizer.step()
+    assert not p.any()
+
+
+@pytest.mark.parametrize("name", ["Adamax", "Lion"])
+def test_fused_without_a_kernel_says_why(name, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    optimizer = getattr(offbeat, name)([p], fused=True)
+    with pytest.raises(RuntimeError, match="OFFBEAT_NO_COMPILER is set"):
+        optimizer.step()
+    assert not p.any()
+    assert optimizer.tiers()[0].tier == "none"
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("hyper", [{}, {"maximize": True, "weight_decay": 0.1}], ids=str)
+def test_torchs_own_operator_serves_where_there_is_no_compiler(name, hyper, monkeypatch):
+    """Also the test that those operators agree with the rule."""
+    hyper = {**hyper, "lr": 0.1, **({"momentum": 0.9, "dampening": 0.5} if name == "SGD" else {})}
+    ours, loop = make_params(torch.float32), make_params(torch.float32)
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")
+    a = getattr(offbeat, name)(ours, **hyper, fused=True)
+    b = getattr(offbeat, name)(loop, **hyper, foreach=False)
+    assert a.tiers()[0].tier == "native"
+    for step in range(5):
+        set_gradients(step, ours, loop, none_at=((2, 0),))
+        a.step()
+        b.step()
+    for p, q in zip(ours, loop, strict=True):
+        torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)
+
+
+def test_without_a_compiler_the_default_is_foreach_and_says_why(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")
+    choice = offbeat.Lion([torch.zeros(2)]).tiers()[0]
+    assert choice == ("foreach", "OFFBEAT_NO_COMPILER is set")
+
+
+def test_a_compiler_that_fails_is_asked_once_and_the_step_still_happens(monkeypatch, tmp_path):
+    from offbeat.tiers import choice, compiler, fused
+
+    broken = tmp_path / "cc"
+    broken.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\necho no such flag >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(tmp_path / "cache"))
+    caches = (compiler.find_compiler, compiler._fingerprint, compiler.load, fused.cpu_kernel, choice._kernel_or_reason)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        p = torch.ones(3, requires_grad=True)
+        optimizer = offbeat.AdamW([p], lr=0.1)
+        for _ in range(3):
+            p.grad = torch.ones(3)
+            optimizer.step()
+        assert optimizer.tiers()[0].tier == "foreach"
+        assert "no such flag" in optimizer.tiers()[0].reason
+        assert (tmp_path / "calls").read_text().count("called") == 2  # its version, and one kernel
+        torch.testing.assert_close(p.detach(), torch.full((3,), 0.697), rtol=1e-3, atol=0)
+    finally:
+        for cached in caches:
+            cached.cache_clear()

@@ -1,0 +1,222 @@
+"""Between steps an optimizer keeps tables of addresses. Whatever is done to its tensors meanwhile, none may be stale.
+
+Each case does something between steps, to an optimizer in the fused tier and to a twin in the loop tier, which keeps
+nothing; both must go on alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.optim import plan as plan_module
+from offbeat.tiers import addresses
+from tests.cases import make_params, set_gradients
+
+
+@pytest.fixture(params=["C", "Python"], autouse=True)
+def reader(request, monkeypatch):
+    """Both ways of reading addresses."""
+    if request.param == "Python":
+        monkeypatch.setattr(addresses, "_reader", lambda: None)
+    else:
+        assert addresses._reader() is not None
+    return request.param
+
+
+def new_storage(optimizer, params):
+    params[0].data = params[0].data.clone()
+
+
+def other_layout(optimizer, params):
+    params[4].data = params[4].data.t().contiguous().t()
+
+
+def same_address_other_strides(optimizer, params):
+    """A square tensor whose rows and columns change places without moving."""
+    params[6].data = params[6].data.t()
+
+
+def replaced_state(optimizer, params):
+    optimizer.state[params[0]]["exp_avg"] = optimizer.state[params[0]]["exp_avg"].clone() + 1
+
+
+def state_in_new_storage(optimizer, params):
+    state = optimizer.state[params[0]]["exp_avg"]
+    state.data = state.data.clone() + 1
+
+
+def state_in_shared_memory(optimizer, params):
+    for p in params:
+        optimizer.state[p]["exp_avg"].share_memory_()
+
+
+def params_in_shared_memory(optimizer, params):
+    for p in params:
+        p.data.share_memory_()
+
+
+def cleared_state(optimizer, params):
+    optimizer.state.clear()
+
+
+def popped_state(optimizer, params):
+    optimizer.state.pop(params[0])
+
+
+def updated_entry(optimizer, params):
+    optimizer.state[params[0]].update(exp_avg=torch.ones_like(params[0]))
+
+
+def another_dictionary(optimizer, params):
+    optimizer.state = defaultdict(dict)
+
+
+def state_of_another_dtype(optimizer, params):
+    entry = optimizer.state[params[0]]
+    entry["exp_avg"] = entry["exp_avg"].double()
+
+
+def counter_changed_in_place(optimizer, params):
+    optimizer.state[params[0]]["step"].fill_(50)
+
+
+def counter_replaced(optimizer, params):
+    optimizer.state[params[0]]["step"] = torch.tensor(50.0)
+
+
+def reordered_parameters(optimizer, params):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def parameter_removed(optimizer, params):
+    del optimizer.param_groups[0]["params"][0]
+
+
+def parameter_appended(optimizer, params):
+    params.append(torch.ones(3, requires_grad=True))
+    optimizer.param_groups[0]["params"].append(params[-1])
+
+
+def structure_changed(optimizer, params):
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def weight_decay_off(optimizer, params):
+    optimizer.param_groups[0]["weight_decay"] = 0
+
+
+def reloaded(optimizer, params):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def swapped_tensors(optimizer, params):
+    torch.utils.swap_tensors(params[0], torch.nn.Parameter(params[0].detach().clone() + 1))
+
+
+CHANGES = [
+    new_storage, other_layout, same_address_other_strides, replaced_state, state_in_new_storage,
+    state_in_shared_memory, params_in_shared_memory, cleared_state, popped_state, updated_entry, another_dictionary,
+    state_of_another_dtype, counter_changed_in_place, counter_replaced, reordered_parameters, parameter_removed,
+    parameter_appended, structure_changed, weight_decay_off, reloaded, swapped_tensors,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_change_between_steps_reaches_the_next_step(change):
+    shapes = [(3, 4), (), (0,), (7,), (130, 5), (1, 33), (5, 5)]
+    ours, twins = make_params(torch.float32, shapes=shapes), make_params(torch.float32, shapes=shapes)
+    ours, twins = ([torch.nn.Parameter(p.detach()) for p in ps] for ps in (ours, twins))
+    a, b = offbeat.AdamW(list(ours), lr=0.1), offbeat.AdamW(list(twins), lr=0.1, foreach=False)
+    for step in range(9):
+        if step == 4:
+            assert a._plans, "the tables this test is about do not exist"
+            a.zero_grad()
+            b.zero_grad()
+            change(a, ours)
+            change(b, twins)
+        set_gradients(step, ours, twins)
+        a.step()
+        b.step()
+        for i, (p, q) in enumerate(zip(ours, twins, strict=True)):
+            torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6, msg=lambda m: f"step {step}, parameter {i}: {m}")
+        for p, q in zip(ours, twins, strict=True):
+            assert a.state.get(p, {}).keys() == b.state.get(q, {}).keys()
+
+
+def test_a_plan_is_used_when_nothing_changes(monkeypatch):
+    params = make_params(torch.float32)
+    optimizer = offbeat.AdamW(params)
+    used = []
+    real = plan_module.PlannedUpdate.run
+    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self: (used.append(1), real(self)))
+    for step in range(6):
+        set_gradients(step, params, none_at=((3, 1), (4, 4)))
+        optimizer.step()
+    assert len(used) == 5
+
+
+def test_gradients_that_do_not_suit_the_tables_are_still_used_rightly():
+    ours, twins = make_params(torch.float32), make_params(torch.float32)
+    a, b = offbeat.RMSprop(ours), offbeat.RMSprop(twins, foreach=False)
+    for step in range(8):
+        set_gradients(step, ours, twins)
+        if step in (3, 5):
+            ours[4].grad = ours[4].grad.t().contiguous().t()
+            ours[0].grad = torch.ones(1).expand(3, 4)
+            twins[0].grad = torch.ones(3, 4)
+        a.step()
+        b.step()
+        for p, q in zip(ours, twins, strict=True):
+            torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("tier", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_autograd_notices_a_step_between_forward_and_backward(tier):
+    p = torch.ones(3, requires_grad=True)
+    optimizer = offbeat.SGD([p], lr=0.1, **tier)
+    for _ in range(3):
+        loss = p.square().sum()
+        p.grad = torch.ones(3)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_plans_do_not_keep_gradients_or_removed_parameters_alive():
+    import gc
+    import weakref
+
+    params = make_params(torch.float32)
+    optimizer = offbeat.AdamW(params)
+    for step in range(3):
+        set_gradients(step, params)
+        optimizer.step()
+    gradient = weakref.ref(params[0].grad)
+    optimizer.zero_grad()
+    gc.collect()
+    assert gradient() is None
+    parameter = weakref.ref(params[0])
+    del params, optimizer
+    gc.collect()
+    assert parameter() is None
+
+
+def test_many_groups_and_dtypes_have_plans_of_their_own():
+    def build(**tier):
+        params = [torch.randn(9, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(6)]
+        params[1] = params[1].detach().bfloat16().requires_grad_()
+        groups = [{"params": params[:3], "lr": 0.1}, {"params": params[3:], "betas": (0.5, 0.9)}]
+        return params, offbeat.AdamW(groups, **tier)
+
+    (ours, a), (twins, b) = build(), build(foreach=False)
+    for step in range(6):
+        set_gradients(step, ours, twins, none_at=((2, 1), (3, 4)))
+        a.step()
+        b.step()
+    assert len(a._plans) == 2
+    for p, q in zip(ours, twins, strict=True):
+        torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)

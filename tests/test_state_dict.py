@@ -1,0 +1,243 @@
+"""Checkpoints: exact resume, early allocation, old formats, dtypes, and nothing half-loaded."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import offbeat
+from tests.cases import CASES, ONE_A_RULE, TIERS, make_params, set_gradients
+
+#: Parameter 1 never has a gradient, 3 only late, 4 not always.
+NONE_AT = tuple((s, 1) for s in range(20)) + tuple((s, 3) for s in range(8)) + ((2, 4), (6, 4))
+
+
+def run(optimizer, params, steps):
+    for step in steps:
+        set_gradients(step, params, none_at=NONE_AT)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("init_first", [False, True], ids=["lazy", "init_state"])
+def test_save_load_go_on_equals_never_saved(case, tier, init_first):
+    straight, resumed = make_params(torch.float32), make_params(torch.float32)
+    a = case.ours(straight, **case.hyper, **TIERS[tier])
+    run(a, straight, range(10))
+
+    b = case.ours(resumed, **case.hyper, **TIERS[tier])
+    run(b, resumed, range(5))
+    if init_first:
+        b.init_state()
+    buffer = io.BytesIO()
+    torch.save(b.state_dict(), buffer)
+    buffer.seek(0)
+    c = case.ours(resumed, **case.hyper, **TIERS[tier])
+    if init_first:
+        c.init_state()
+    c.load_state_dict(torch.load(buffer, weights_only=True))
+    run(c, resumed, range(5, 10))
+    assert all(torch.equal(p, q) for p, q in zip(straight, resumed, strict=True))
+    for p, q in zip(straight, resumed, strict=True):
+        for key, value in a.state.get(p, {}).items():
+            assert torch.equal(value, c.state[q][key]), key
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_init_state_changes_nothing(case, tier):
+    plain, early = make_params(torch.float32), make_params(torch.float32)
+    a, b = (case.ours(ps, **case.hyper, **TIERS[tier]) for ps in (plain, early))
+    before = [p.detach().clone() for p in early]
+    b.init_state()
+    assert all(torch.equal(p, q) for p, q in zip(early, before, strict=True))
+    assert all(p.grad is None for p in early)
+    stateful = bool(
+        case.ours.rule.slots(offbeat.optim.update.hyperparameters({**b.param_groups[0], "capturable": False}))
+    )
+    assert all(bool(b.state[p]) == stateful for p in early)
+    run(a, plain, range(10))
+    run(b, early, range(10))
+    assert all(torch.equal(p, q) for p, q in zip(plain, early, strict=True))
+
+
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_asking_for_the_state_dict_changes_nothing(case):
+    a_params, b_params = make_params(torch.float32), make_params(torch.float32)
+    a, b = case.ours(a_params, **case.hyper), case.ours(b_params, **case.hyper)
+    for step in range(6):
+        b.state_dict()
+        set_gradients(step, a_params, b_params)
+        a.step()
+        b.step()
+        b.init_state()
+    assert all(torch.equal(p, q) for p, q in zip(a_params, b_params, strict=True))
+
+
+def test_a_dampened_buffer_that_has_not_begun_is_saved_as_torch_saves_it():
+    """Zeros would be read back as a buffer that exists, and the first gradient would be dampened."""
+    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+    hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
+    a = offbeat.SGD(ours, **hyper)
+    a.init_state()
+    saved = a.state_dict()
+    assert all(entry["momentum_buffer"] is None for entry in saved["state"].values())
+    b = torch.optim.SGD(theirs, **hyper, foreach=False)
+    b.load_state_dict(copy.deepcopy(saved))
+    a = offbeat.SGD(ours, **hyper)
+    a.load_state_dict(saved)
+    for step in range(3):
+        set_gradients(step, ours, theirs)
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
+
+
+def test_loading_shares_nothing_with_the_state_dict():
+    params, twins = make_params(torch.float32), make_params(torch.float32)
+    a, b = offbeat.AdamW(params), offbeat.AdamW(twins)
+    set_gradients(0, params)
+    a.step()
+    saved = a.state_dict()
+    b.load_state_dict(saved)
+    for p, q in zip(params, twins, strict=True):
+        for key in a.state[p]:
+            if a.state[p][key].numel():
+                assert a.state[p][key].data_ptr() != b.state[q][key].data_ptr()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tier", TIERS)
+def test_state_keeps_its_dtype(tier, state_dtype):
+    """Full-precision state for bfloat16 parameters (and any other pair) survives a load, and is used as it is."""
+    params = make_params(torch.bfloat16)
+    optimizer = offbeat.AdamW(params, **TIERS[tier])
+    optimizer.init_state()
+    for p in params:
+        for key in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][key] = optimizer.state[p][key].to(state_dtype)
+    set_gradients(0, params)
+    optimizer.step()
+    again = offbeat.AdamW(params, **TIERS[tier])
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    set_gradients(1, params)
+    again.step()
+    for p in params:
+        assert again.state[p]["exp_avg"].dtype == state_dtype
+        assert again.state[p]["step"].dtype == torch.float32
+        expected = 0.9 * optimizer.state[p]["exp_avg"].double() + 0.1 * p.grad.double()
+        tolerance = torch.finfo(state_dtype).eps if state_dtype != torch.float64 else 1e-14
+        torch.testing.assert_close(again.state[p]["exp_avg"].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", [c for c in ONE_A_RULE if c.name != "Lion"], ids=str)
+def test_older_checkpoints_load(case):
+    """Without the newer flags, and with counters that are plain numbers."""
+    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+    a, b = case.ours(ours, **case.hyper), case.reference(theirs)
+    for step in range(3):
+        set_gradients(step, ours, theirs)
+        a.step()
+        b.step()
+    old = copy.deepcopy(b.state_dict())
+    for group in old["param_groups"]:
+        for flag in ("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            if flag != "decoupled_weight_decay" or not case.hyper.get(flag):
+                group.pop(flag, None)
+    for entry in old["state"].values():
+        for key in ("step", "mu_product", "eta", "mu"):
+            if key in entry:
+                entry[key] = entry[key].item()
+    c = case.ours(ours, **case.hyper)
+    c.load_state_dict(old)
+    for step in range(3, 6):
+        set_gradients(step, ours, theirs)
+        c.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    assert all(isinstance(v, torch.Tensor) for p in ours for v in c.state[p].values())
+
+
+def broken_checkpoints(saved):
+    groups = copy.deepcopy(saved)
+    groups["param_groups"] *= 2
+    sizes = copy.deepcopy(saved)
+    sizes["param_groups"][0]["params"].pop()
+    shapes = copy.deepcopy(saved)
+    shapes["state"][0]["exp_avg"] = torch.zeros(99)
+    return {
+        "different number of parameter groups": groups,
+        "match the size of optimizer's group": sizes,
+        "exp_avg.* of shape": shapes,
+    }
+
+
+@pytest.mark.parametrize("message", ["different number of parameter groups", "match the size", "exp_avg.* of shape"])
+def test_a_checkpoint_that_does_not_fit_changes_nothing(message):
+    params = make_params(torch.float32)
+    optimizer = offbeat.Adam(params)
+    set_gradients(0, params)
+    optimizer.step()
+    bad = next(v for k, v in broken_checkpoints(optimizer.state_dict()).items() if k.startswith(message))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(bad)
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    for i, entry in before["state"].items():
+        assert all(torch.equal(value, after["state"][i][key]) for key, value in entry.items())
+
+
+def test_state_of_another_layout_is_laid_out_like_the_parameter():
+    p = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+    q = p.detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+    a, b = offbeat.AdamW([p], lr=0.1), offbeat.AdamW([q], lr=0.1)
+    for step in range(6):
+        g = torch.randn(2, 3, 4, 4)
+        p.grad, q.grad = g.clone(), g
+        a.step()
+        b.step()
+        if step == 2:
+            saved_a, saved_b = copy.deepcopy(a.state_dict()), copy.deepcopy(b.state_dict())
+            a.load_state_dict(saved_b)
+            b.load_state_dict(saved_a)
+            assert a.state[p]["exp_avg"].stride() == p.stride()
+    assert torch.equal(p, q)
+
+
+def test_distributed_checkpoint_round_trip(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        return model, offbeat.AdamW(model.parameters(), lr=0.1)
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(100 + step)
+            model(torch.randn(8, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer = build()
+    train(model, optimizer, range(6))
+
+    saved_model, saved = build()
+    train(saved_model, saved, range(3))
+    dcp.save({"optim": get_optimizer_state_dict(saved_model, saved)}, checkpoint_id=tmp_path, no_dist=True)
+    again = offbeat.AdamW(saved_model.parameters(), lr=0.1)
+    again.init_state()
+    state = {"optim": get_optimizer_state_dict(saved_model, again)}
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    set_optimizer_state_dict(saved_model, again, state["optim"])
+    train(saved_model, again, range(3, 6))
+    for p, q in zip(model.parameters(), saved_model.parameters(), strict=True):
+        assert torch.equal(p, q)
