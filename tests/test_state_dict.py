@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -241,3 +242,15 @@ def test_distributed_checkpoint_round_trip(tmp_path):
     train(saved_model, again, range(3, 6))
     for p, q in zip(model.parameters(), saved_model.parameters(), strict=True):
         assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_copy_made_between_init_state_and_the_first_step_changes_nothing(case, how):
+    params = make_params(torch.float32)
+    optimizer = case.ours(params, **case.hyper)
+    optimizer.init_state()
+    twins, twin = how((params, optimizer))
+    run(optimizer, params, range(3))
+    run(twin, twins, range(3))
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))

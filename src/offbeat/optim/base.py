@@ -212,8 +212,8 @@ class RuleOptimizer(Optimizer):
         return result
 
     def _unstarted(self, group: dict[str, Any], entry: ParamState) -> bool:
-        """Whether zeros would be read back as a buffer that has begun, and change the first step."""
-        return entry.fresh and bool(group.get("dampening", 0))
+        """Whether state that has seen no step would, read back, change the first one."""
+        return entry.fresh and self.rule.first_step_differs(hyperparameters({**FLAGS, **group}))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ class ParamState(dict[str, Any]):
         self.fresh = False
 
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)
+        # State that has seen no step is made again when it is needed; copied, it would count as begun.
+        return dict, ({} if self.fresh else dict(self),)
 
     __setitem__ = _counted(dict.__setitem__)
     __delitem__ = _counted(dict.__delitem__)

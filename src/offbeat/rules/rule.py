@@ -102,6 +102,8 @@ class Rule:
         check: a rule across hyperparameters; raises ValueError.
         sparse: what a sparse gradient means: ``"rows"`` updates the touched rows only, ``"dense"`` treats
             it as the dense gradient it stands for, or a sentence saying why it cannot be.
+        first_step_differs: whether, under ``h``, a first step treats state otherwise than a later step treats the
+            same state in its initial values. Only for rules without a ``step`` slot to tell the two apart.
         fixed: group options that are not the user's to choose.
         eager_state: create state when the optimizer is built, as torch.optim's does.
         flags: the options of :data:`FLAGS` the class takes.
@@ -119,6 +121,7 @@ class Rule:
     advance_first: bool = True
     check: Callable[[Values], None] = _nothing
     sparse: Callable[[Values], str] = lambda h: "does not support sparse gradients"
+    first_step_differs: Callable[[Values], bool] = lambda h: False
     fixed: Mapping[str, Any] = field(default_factory=dict)
     eager_state: bool = False
     flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")

@@ -87,6 +87,7 @@ SGD = Rule(
     update=sgd,
     check=check,
     sparse=sparse,
+    first_step_differs=lambda h: h.dampening != 0,
     flags=("maximize", "foreach", "differentiable", "fused"),
     native=native,
 )

@@ -24,6 +24,10 @@ from offbeat.tiers.layout import same_layout
 __all__ = ["AddressBook"]
 
 
+#: Below this many tensors a second thread costs more than it brings.
+ROWS_A_THREAD = 256
+
+
 class AddressBook:
     """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
 
@@ -66,7 +70,8 @@ class AddressBook:
         if self._reader is not None:
             params = params if type(params) is list else list(params)
             given = grads if grads is None or type(grads) is list else list(grads)
-            count: int = self._read(params, given, "grad", self._arguments.buffer_info()[0])
+            threads = min(torch.get_num_threads(), len(params) // ROWS_A_THREAD)
+            count: int = self._read(params, given, self._arguments.buffer_info()[0], threads)
             return None if count < 0 else count
         return self._read_slowly(params, [p.grad for p in params] if grads is None else grads)
 
@@ -101,17 +106,17 @@ _SOURCE = """
 typedef long long i64;
 typedef struct _object PyObject;
 PyObject *PyList_GetItem(PyObject *, i64);
-PyObject *PyObject_GetAttr(PyObject *, PyObject *);
-void Py_IncRef(PyObject *);
-void PyErr_Clear(void);
 PyObject *PyObject_Type(PyObject *);
 void Py_DecRef(PyObject *);
 i64 PyList_Size(PyObject *);
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 
-/* torch's stable C interface; the addresses of its functions are handed in. */
+/* torch's stable C interface, and what a tensor's gradient is; the addresses of the functions are handed in. */
 static struct {
   int (*layout)(void *, int *), (*dtype)(void *, int *), (*device)(void *, int *), (*dim)(void *, i64 *);
   int (*sizes)(void *, i64 **), (*strides)(void *, i64 **), (*data)(void *, void **);
+  int (*defined)(void *, unsigned char *);
+  void *(*gradient)(void *);
 } get;
 
 void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
@@ -133,45 +138,70 @@ static int fits(void *handle, i64 dtype, const i64 *expected, i64 *address) {
   if (get.device(handle, &code) || code != 0) return 0;
   if (get.dim(handle, &dim) || dim != expected[0]) return 0;
   if (get.sizes(handle, &sizes) || get.strides(handle, &strides)) return 0;
-  for (i64 d = 0; d < dim; ++d)
+  i64 elements = 1;
+  for (i64 d = 0; d < dim; ++d) {
     if (sizes[d] != expected[1 + d] || (sizes[d] != 1 && strides[d] != expected[1 + dim + d])) return 0;
-  if (get.data(handle, &data)) return 0;
+    elements *= sizes[d];
+  }
+  if (get.data(handle, &data) || (!data && elements)) return 0;
   *address = (i64)data;
   return 1;
 }
 
-/* The number of gradients, or -1 if a tensor is not as it was. Without a list they are read from the parameters. */
-i64 offbeat_read(PyObject *params, PyObject *gradients, PyObject *attribute, const struct request *r) {
-  int given = (i64)gradients != r->none;
-  i64 count = 0;
-  if (PyList_Size(params) != r->rows || (given && PyList_Size(gradients) != r->rows)) return -1;
-  for (i64 i = 0; i < r->rows; ++i) {
-    const i64 *expected = r->metadata + r->starts[i];
-    PyObject *p = PyList_GetItem(params, i), *g;
-    if ((i64)p + r->offset != r->tables[0][i]) return -1;
-    for (i64 c = 0; c < r->columns; ++c)
-      if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return -1;
-    if (given) Py_IncRef(g = PyList_GetItem(gradients, i));
-    else if (!(g = PyObject_GetAttr(p, attribute))) { PyErr_Clear(); return -1; }
-    int fitting = 1;
-    if ((i64)g == r->none) {
-      r->gradients[i] = 0;
-    } else {
-      PyObject *type = PyObject_Type(g);
-      Py_DecRef(type);
-      fitting = (i64)type == r->tensor_type &&
-                fits((char *)g + r->offset, r->dtypes[0], expected, &r->gradients[i]);
-      if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
-      ++count;
-    }
-    Py_DecRef(g);
-    if (!fitting) return -1;
+struct reading { const struct request *request; PyObject *gradients; i64 next, count, failed; };
+
+static int read_row(const struct reading *reading, i64 i, i64 *count) {
+  const struct request *r = reading->request;
+  const i64 *expected = r->metadata + r->starts[i];
+  void *gradient;
+  for (i64 c = 0; c < r->columns; ++c)
+    if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
+  r->gradients[i] = 0;
+  if (reading->gradients) {
+    PyObject *g = PyList_GetItem(reading->gradients, i), *type;
+    if ((i64)g == r->none) return 1;
+    Py_DecRef(type = PyObject_Type(g));
+    if ((i64)type != r->tensor_type) return 0;
+    gradient = (char *)g + r->offset;
+  } else {
+    unsigned char defined;
+    gradient = get.gradient(*(void **)r->tables[0][i]);
+    if (get.defined(gradient, &defined)) return 0;
+    if (!defined) return 1;
   }
-  return count;
+  if (!fits(gradient, r->dtypes[0], expected, &r->gradients[i])) return 0;
+  if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
+  ++*count;
+  return 1;
+}
+
+static void worker(void *data) {
+  struct reading *reading = data;
+  i64 rows = reading->request->rows, count = 0;
+  while (!__atomic_load_n(&reading->failed, __ATOMIC_RELAXED)) {
+    i64 first = __atomic_fetch_add(&reading->next, 64, __ATOMIC_RELAXED);
+    if (first >= rows) break;
+    for (i64 i = first; i < first + 64 && i < rows; ++i)
+      if (!read_row(reading, i, &count)) { __atomic_store_n(&reading->failed, 1, __ATOMIC_RELAXED); break; }
+  }
+  __atomic_fetch_add(&reading->count, count, __ATOMIC_RELAXED);
+}
+
+/* The number of gradients, or -1 if a tensor is not as it was. Without a list of gradients they are those the
+   parameters have; no Python object is looked at then, and several threads share the work. */
+i64 offbeat_read(PyObject *params, PyObject *gradients, const struct request *r, i64 threads) {
+  struct reading reading = {r, (i64)gradients == r->none ? 0 : gradients, 0, 0, 0};
+  if (PyList_Size(params) != r->rows || (reading.gradients && PyList_Size(gradients) != r->rows)) return -1;
+  for (i64 i = 0; i < r->rows; ++i)
+    if ((i64)PyList_GetItem(params, i) + r->offset != r->tables[0][i]) return -1;
+  if (threads > 1 && !reading.gradients) GOMP_parallel(worker, &reading, threads, 0);
+  else worker(&reading);
+  return reading.failed ? -1 : reading.count;
 }
 
 i64 offbeat_dtype(i64 handle) { int code; return get.dtype((void *)handle, &code) ? -1 : code; }
 i64 offbeat_address(i64 handle) { void *p; return get.data((void *)handle, &p) ? -1 : (i64)p; }
+i64 offbeat_gradient(i64 handle) { return *(i64 *)get.gradient(*(void **)handle); }
 """
 
 
@@ -194,21 +224,33 @@ def _library() -> tuple[Any, int] | None:
         return None
     library.offbeat_bind.argtypes, library.offbeat_bind.restype = (ctypes.c_void_p,), None
     library.offbeat_bind(functions.buffer_info()[0])
-    library.offbeat_read.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.py_object, ctypes.c_void_p)
+    library.offbeat_read.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p, ctypes.c_int64)
     library.offbeat_read.restype = ctypes.c_int64
-    for name in ("offbeat_dtype", "offbeat_address"):
+    for name in ("offbeat_dtype", "offbeat_address", "offbeat_gradient"):
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
-    probe = torch.arange(6.0)[2:]
-    if library.offbeat_address(id(probe) + offset) != probe.data_ptr():
-        return None
-    return library, offset
+    return (library, offset) if _works(library, offset) else None
+
+
+def _works(library: Any, offset: int) -> bool:
+    """Whether what the functions say of some tensors is what Python says of them."""
+    probe = torch.nn.Parameter(torch.arange(6.0)[2:])
+    undefined = library.offbeat_gradient(id(probe) + offset)
+    probe.grad = torch.ones(4)
+    other = torch.nn.Parameter(torch.zeros(2))
+    return bool(
+        library.offbeat_address(id(probe) + offset) == probe.data_ptr()
+        and library.offbeat_gradient(id(probe) + offset) == probe.grad._cdata
+        and library.offbeat_gradient(id(other) + offset) == undefined != probe.grad._cdata
+    )
 
 
 def _torch_functions() -> array[int]:
     torch_library = ctypes.CDLL(torch._C.__file__)
     names = ("layout", "dtype", "device_type", "dim", "sizes", "strides", "data_ptr")
     functions = [getattr(torch_library, f"aoti_torch_get_{name}") for name in names]
+    functions.append(torch_library.aoti_torch_is_defined)
+    functions.append(torch_library._ZNK3c1010TensorImpl4gradEv)  # c10::TensorImpl::grad() const
     return array("q", [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
