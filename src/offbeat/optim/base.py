@@ -38,7 +38,7 @@ class RuleOptimizer(Optimizer):
         if rule is not None:
             cls.rule = rule
             cls.__signature__ = signature(rule)  # type: ignore[attr-defined]
-            cls.__doc__ = describe(rule)
+            cls.__doc__ = describe(rule, cls)
 
     def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
         try:

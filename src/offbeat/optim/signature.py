@@ -33,18 +33,19 @@ def signature(rule: Rule) -> inspect.Signature:
     return inspect.Signature(parts)
 
 
-def describe(rule: Rule) -> str:
-    """The rule file's own words, its arguments, and an example."""
+def describe(rule: Rule, cls: type) -> str:
+    """The rule's own words (its function's, or its file's), its arguments, and an example."""
     module: Any = sys.modules[rule.update.__module__]
-    lines = [inspect.cleandoc(module.__doc__ or rule.name), "", "Args:"]
+    lines = [inspect.cleandoc(rule.update.__doc__ or module.__doc__ or rule.name), "", "Args:"]
     lines.append("    params: parameters, named parameters, or dictionaries that define groups.")
     lines += [f"    {h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
     lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.flags]
     lines += ["", "Example:"]
+    library = cls.__module__.startswith("offbeat.")
     lines += [
-        "    >>> import torch, offbeat",
+        "    >>> import torch" + (", offbeat" if library else ""),
         "    >>> model = torch.nn.Linear(4, 2)",
-        f"    >>> optimizer = offbeat.{rule.name}(model.parameters(), lr=0.01)",
+        f"    >>> optimizer = {'offbeat.' if library else ''}{cls.__name__}(model.parameters(), lr=0.01)",
         "    >>> model(torch.ones(3, 4)).sum().backward()",
         "    >>> optimizer.step()",
         "    >>> optimizer.zero_grad()",

@@ -83,11 +83,17 @@ def _run_piece(
         values[number] = coefficients[name]
     for number, step in plan:
         values[number] = step(values, compute)
+    # A result may lie where another's old value lay; it must be out of the way before that one is written.
+    places = {id(t) for column in (columns[0], *columns[2:]) for t in column}
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     for column, output in zip([columns[0], *columns[2:]], program.outputs, strict=True):
-        new = values[output]
-        moved = [i for i, t in enumerate(column) if t is not new[i]]
-        if moved:
-            torch._foreach_copy_([column[i] for i in moved], [new[i] for i in moved])
+        for target, source in zip(column, values[output], strict=True):
+            if source is not target:
+                targets.append(target)
+                sources.append(source.clone() if id(source) in places else source)
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -52,8 +52,13 @@ def evaluate(
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    for target, value in zip(targets, values, strict=True):
-        target.copy_(value)
+    # A rule may pass an input through to another place ("the last gradient is now the one before").
+    sources = [
+        value.clone() if any(value is other for other in targets if other is not target) else value
+        for target, value in zip(targets, values, strict=True)
+    ]
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:

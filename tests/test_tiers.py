@@ -1,0 +1,170 @@
+"""The tiers by themselves: random programs, a rule of one's own, and rules that break the rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import offbeat
+from offbeat.optim.update import run_kernel
+from offbeat.rules.checks import learning_rate
+from offbeat.rules.ops import maximum, minimum, sign, sqrt, where
+from offbeat.tiers.foreach import run_foreach
+from offbeat.tiers.loop import run_loop
+from offbeat.tiers.trace import trace
+
+COEFFICIENTS = {"a": 0.75, "b": -1.25}
+
+BINARY = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "div": lambda x, y: x / (abs(y) + 1.0),
+    "max": maximum,
+    "min": minimum,
+    "where": lambda x, y: where(x > 0, y, x),
+    "choose": lambda x, y: where(x < y, x, 0.5),
+}
+UNARY = {
+    "neg": lambda x: -x,
+    "abs": abs,
+    "sqrt": lambda x: sqrt(abs(x)),
+    "sign": sign,
+    "scaled": lambda x: 3.0 * x,
+    "shifted": lambda x: x - 0.5,
+    "reversed": lambda x: 2.0 - x,
+    "inverse": lambda x: 1.0 / (abs(x) + 1.0),
+}
+MIXED = {
+    "a times": lambda x, c: c * x,
+    "plus scaled": lambda x, c: x + c * x,
+    "switch": lambda x, c: where(c > 0, x, -x),
+}
+
+
+@st.composite
+def programs(draw):
+    """A list of instructions over p, g, s, t and the coefficients, and which values come out."""
+    steps = []
+    for i in range(draw(st.integers(2, 14))):
+        earlier = st.integers(0, 3 + i)
+        kind = draw(st.sampled_from(["binary", "unary", "mixed", "axpy"]))
+        if kind == "binary":
+            steps.append((kind, draw(st.sampled_from(sorted(BINARY))), draw(earlier), draw(earlier)))
+        elif kind == "unary":
+            steps.append((kind, draw(st.sampled_from(sorted(UNARY))), draw(earlier), 0))
+        elif kind == "axpy":
+            steps.append((kind, draw(st.sampled_from(["+", "-"])), draw(earlier), draw(earlier)))
+        else:
+            steps.append((kind, draw(st.sampled_from(sorted(MIXED))), draw(earlier), draw(st.sampled_from("ab"))))
+    outputs = [draw(st.integers(0, 3 + len(steps))) for _ in range(3)]
+    return tuple(steps), tuple(outputs)
+
+
+def make_update(steps, outputs):
+    def update(p, g, s, t, a, b):
+        values = [p, g, s, t]
+        coefficients = {"a": a, "b": b}
+        for kind, name, x, y in steps:
+            if kind == "binary":
+                values.append(BINARY[name](values[x], values[y]))
+            elif kind == "unary":
+                values.append(UNARY[name](values[x]))
+            elif kind == "axpy":
+                product = coefficients["a"] * values[y]
+                values.append(values[x] + product if name == "+" else values[x] - product)
+            else:
+                values.append(MIXED[name](values[x], coefficients[y]))
+        return tuple(values[i] for i in outputs)
+
+    return update
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(programs())
+def test_all_tiers_agree_on_any_program(program):
+    """Above all: no tier overwrites a value that is still needed, whatever reads what and in which order."""
+    update = make_update(*program)
+    traced = trace(update, ("s", "t"), ("a", "b"), ())
+    columns = [[torch.randn(7, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)] for _ in range(4)]
+    gradients = [t.clone() for t in columns[1]]
+    results = []
+    for tier in ("loop", "foreach", "fused"):
+        mine = [[t.clone() for t in column] for column in columns]
+        mine[1] = columns[1]
+        if tier == "loop":
+            for row in zip(*mine, strict=True):
+                run_loop(update, ("p", "g", "s", "t"), row, COEFFICIENTS, torch.float64)
+        elif tier == "foreach":
+            run_foreach(traced, mine, COEFFICIENTS, torch.float64)
+        else:
+            run_kernel(traced, mine, [0, 0], [COEFFICIENTS], torch.float64)
+        results.append([t for i, column in enumerate(mine) if i != 1 for t in column])
+    for tier in results[1:]:
+        for ours, reference in zip(tier, results[0], strict=True):
+            torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(t, old) for t, old in zip(columns[1], gradients, strict=True)), "a gradient was changed"
+
+
+# A user's own rule: heavy-ball with a sign, in one piece.
+def signed(p, g, memory, *, lr, keep, rest):  # type: ignore[no-untyped-def]
+    memory = keep * memory + rest * sign(g)
+    return p - lr * memory, memory
+
+
+SIGNED = offbeat.Rule(
+    name="Signed",
+    hyper=(learning_rate(0.1),),
+    slots=lambda h: (offbeat.Slot("memory"),),
+    structure=lambda h: {},
+    coefficients=lambda h, s: {"lr": h.lr, "keep": 0.5, "rest": 1 - 0.5},
+    update=signed,
+)
+
+
+class Signed(offbeat.RuleOptimizer, rule=SIGNED): ...
+
+
+@pytest.mark.parametrize("tier", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_a_rule_of_ones_own_is_one_function_and_one_line(tier):
+    p = torch.ones(3, requires_grad=True)
+    optimizer = Signed([p], **tier)
+    value, memory = 1.0, 0.0
+    for g in (2.0, -1.0, 5.0, 0.0):
+        p.grad = torch.full((3,), g)
+        optimizer.step()
+        memory = 0.5 * memory + 0.5 * ((g > 0) - (g < 0))
+        value -= 0.1 * memory
+        torch.testing.assert_close(p.detach(), torch.full((3,), value))
+    again = Signed([p], **tier)
+    again.load_state_dict(optimizer.state_dict())
+    fn = offbeat.as_functional(Signed, [torch.ones(2)])
+    fn.step([torch.ones(2)])
+    pure = offbeat.as_pure(Signed, lr=0.1)
+    new, _ = pure.update(torch.ones(2), torch.ones(2), pure.init(torch.ones(2)))
+    torch.testing.assert_close(new, torch.full((2,), 0.95))
+
+
+def branches(p, g, *, a):
+    return (p - g if p > 0 else p,)
+
+
+def combines(p, g, *, a):
+    return (p - (1 - a) * g,)
+
+
+def forgets(p, g, *, a):
+    return p - a * g, g
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [(branches, "cannot branch on a value"), (combines, "double precision"), (forgets, "returned 2 values")],
+)
+def test_rules_that_break_the_rules_are_told(update: Any, message: str):
+    with pytest.raises(TypeError, match=message):
+        trace(update, (), ("a",), ())
