@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import offbeat
@@ -86,6 +86,8 @@ def make_update(steps, outputs):
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
+@example(((("binary", "add", 0, 0), ("unary", "abs", 0, 0)), (1, 0, 0)))  # inputs come out in other places
+@example(((("mixed", "switch", 2, "a"), ("binary", "add", 2, 0)), (0, 0, 4)))  # a choice that is its operand
 def test_all_tiers_agree_on_any_program(program):
     """Above all: no tier overwrites a value that is still needed, whatever reads what and in which order."""
     update = make_update(*program)

@@ -108,6 +108,12 @@ def _plan(program: Program) -> list[tuple[int, Any]]:
             if isinstance(a, int):
                 uses[a] = uses.get(a, 0) + 1
     last_use |= {output: len(instructions) for output in program.outputs}
+    # A choice made once for the whole list is one of its operands under another name: they live as long as it does.
+    for number in reversed(range(first, len(instructions))):
+        if instructions[number].op == "where":
+            for a in instructions[number].args:
+                if isinstance(a, int):
+                    last_use[a] = max(last_use[a], last_use.get(number, number))
     gradient = 1
     # Which list each value lies in: an in-place result lies where its operand lay.
     home = {number: number for number in range(len(program.tensors))}
