@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help demo test lint types imports unit bench clean
+.PHONY: help demo test lint types imports unit bench docs clean
 
 help:
 	@echo "make demo   several processes train a small model together and show what they gained"
 	@echo "make test   lint, types, direction of imports, all tests"
+	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
 
 # torch comes first and pinned: asked for by another package it would be whichever build is newest.
@@ -38,6 +39,10 @@ unit: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/step.py --save
+
+docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
