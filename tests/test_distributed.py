@@ -98,6 +98,17 @@ def count_dispatches(rank: int, world: int) -> int:
         assert torch.equal(p.full_tensor(), params[0].full_tensor())
     params[-1].grad = distribute_tensor(torch.ones(8, 3), mesh, [Shard(0)])
 
+    # State that is cut otherwise than the parameter is not silently taken for its shard.
+    plain = [torch.nn.Parameter(torch.ones(8, 3)) for _ in range(4)]
+    unsharded = offbeat.AdamW(plain)
+    for p in plain:
+        p.grad = torch.ones(8, 3)
+    unsharded.step()
+    with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint"):
+        optimizer.load_state_dict(unsharded.state_dict())
+    with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint"):
+        unsharded.load_state_dict(optimizer.state_dict())
+
     class Counter(TorchDispatchMode):
         count = 0
 

@@ -175,27 +175,161 @@ def test_without_a_compiler_the_default_is_foreach_and_says_why(monkeypatch):
     assert choice == ("foreach", "OFFBEAT_NO_COMPILER is set")
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_compiler_that_fails_is_asked_once_and_the_step_still_happens(monkeypatch, tmp_path):
-    from offbeat.tiers import choice, compiler, fused
-
     broken = tmp_path / "cc"
     broken.write_text(f"#!/bin/sh\necho called >> {tmp_path}/calls\necho no such flag >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(tmp_path / "cache"))
-    caches = (compiler.find_compiler, compiler._fingerprint, compiler.load, fused.cpu_kernel, choice._kernel_or_reason)
+    p = torch.ones(3, requires_grad=True)
+    optimizer = offbeat.AdamW([p], lr=0.1)
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    assert optimizer.tiers()[0].tier == "foreach"
+    assert "no such flag" in optimizer.tiers()[0].reason
+    assert (tmp_path / "calls").read_text().count("called") == 2  # its version, and one kernel
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.697), rtol=1e-3, atol=0)
+
+
+def snapshot(params, optimizer):
+    return [p.detach().clone() for p in params], copy.deepcopy(optimizer.state_dict())
+
+
+def assert_unchanged(params, optimizer, before):
+    assert all(torch.equal(p, q) for p, q in zip(params, before[0], strict=True))
+    now = optimizer.state_dict()["state"]
+    assert now.keys() == before[1]["state"].keys()
+    for i, entry in before[1]["state"].items():
+        assert all(torch.equal(value, now[i][key]) for key, value in entry.items())
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("bad", [{"lr": None}, {"lr": "x"}, {"betas": (1.0, 0.999)}, {"eps": None}], ids=str)
+@pytest.mark.parametrize("after", [0, 2])
+def test_a_hyperparameter_gone_bad_in_a_later_group_changes_nothing(bad, tier, after):
+    params = [torch.ones(3, requires_grad=True) for _ in range(4)]
+    optimizer = offbeat.Adam([{"params": params[:2]}, {"params": params[2:]}], **TIERS[tier])
+    for step in range(after):
+        set_gradients(step, params)
+        optimizer.step()
+    set_gradients(9, params)
+    before = snapshot(params, optimizer)
+    optimizer.param_groups[1].update(bad)
+    with pytest.raises((TypeError, ValueError, ZeroDivisionError, KeyError)):
+        optimizer.step()
+    assert_unchanged(params, optimizer, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o, p: setattr(p, "data", torch.zeros(2_000_000)), "state 'exp_avg' is of shape"),
+        (lambda o, p: setattr(p, "data", torch.zeros(2)), "state 'exp_avg' is of shape"),
+        (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(1)), "state 'exp_avg' is of shape"),
+        (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(4, device="meta")), "on meta"),
+        (lambda o, p: o.state[p].__setitem__("step", torch.zeros(4)), "state 'step' must be one number"),
+    ],
+)
+@pytest.mark.parametrize("tier", TIERS)
+def test_state_that_does_not_fit_its_parameter_raises_instead_of_corrupting_memory(change, message, tier):
+    p, other = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    optimizer = offbeat.Adam([other, p], **TIERS[tier])
+    for _ in range(3):
+        p.grad, other.grad = torch.ones(4), torch.ones(4)
+        optimizer.step()
+    p.grad = None
+    change(optimizer, p)
+    p.grad = torch.ones_like(p)
+    before = other.detach().clone()
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert torch.equal(other, before)
+
+
+def test_parameters_whose_elements_share_memory():
+    p, other = torch.ones(1).expand(4).requires_grad_(), torch.ones(2, requires_grad=True)
+    p.grad, other.grad = torch.ones(4), torch.ones(2)
+    optimizer = offbeat.SGD([other, p], lr=0.1)
+    with pytest.raises(RuntimeError, match="share memory"):
+        optimizer.step()
+    assert torch.equal(other, torch.ones(2))
+
+
+def test_differentiable_leaves_are_refused_before_anything_changes():
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    optimizer = offbeat.Adam([p], differentiable=True)
+    with pytest.raises(RuntimeError, match="leaf Variable"):
+        optimizer.step()
+    assert not optimizer.state_dict()["state"]
+
+
+def test_gradients_are_not_divided_by_a_step_that_cannot_happen(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.full((2,), 8.0)
+    optimizer = offbeat.Lion([p], fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(0.0)
+    with pytest.raises(RuntimeError, match="OFFBEAT_NO_COMPILER"):
+        optimizer.step()
+    assert torch.equal(p.grad, torch.full((2,), 8.0))
+
+
+def test_fused_with_sparse_gradients():
+    for cls in (offbeat.SGD, offbeat.Adagrad):
+        p = torch.zeros(3, 2, requires_grad=True)
+        p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (3, 2), check_invariants=True)
+        with pytest.raises(RuntimeError, match="fused=True does not support sparse gradients"):
+            cls([p], fused=True).step()
+
+
+@pytest.fixture
+def fresh_compiler():
+    from offbeat.tiers import addresses, choice, compiler, fused
+
+    caches = (
+        compiler.find_compiler, compiler._fingerprint, compiler.load, compiler._private_directory, fused.cpu_kernel,
+        choice._kernel_or_reason, addresses._library,
+    )  # fmt: skip
     for cached in caches:
         cached.cache_clear()
-    try:
-        p = torch.ones(3, requires_grad=True)
-        optimizer = offbeat.AdamW([p], lr=0.1)
-        for _ in range(3):
-            p.grad = torch.ones(3)
-            optimizer.step()
-        assert optimizer.tiers()[0].tier == "foreach"
-        assert "no such flag" in optimizer.tiers()[0].reason
-        assert (tmp_path / "calls").read_text().count("called") == 2  # its version, and one kernel
-        torch.testing.assert_close(p.detach(), torch.full((3,), 0.697), rtol=1e-3, atol=0)
-    finally:
-        for cached in caches:
-            cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("trouble", ["arguments", "not a program", "missing", "no home", "cache is a file"])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_odd_compilers_and_homes_never_stop_a_step(trouble, monkeypatch, tmp_path):
+    monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(tmp_path / "cache"))
+    expected = "foreach"
+    if trouble == "arguments":
+        monkeypatch.setenv("CC", "cc -m64")
+        expected = "fused"
+    elif trouble == "not a program":
+        (tmp_path / "cc").write_bytes(b"\x7fnonsense")
+        (tmp_path / "cc").chmod(0o755)
+        monkeypatch.setenv("CC", str(tmp_path / "cc"))
+    elif trouble == "missing":
+        monkeypatch.setenv("CC", "/nonexistent/cc")
+    elif trouble == "no home":
+        from pathlib import Path
+
+        def homeless():
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.delenv("OFFBEAT_CACHE_DIR")
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", homeless)
+        expected = "fused"
+    else:
+        (tmp_path / "cache").write_text("in the way")
+        expected = "fused"
+    p = torch.ones(3, requires_grad=True)
+    optimizer = offbeat.Adam([p], lr=0.1)
+    p.grad = torch.ones(3)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
+    assert optimizer.tiers()[0].tier == expected

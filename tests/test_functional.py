@@ -162,3 +162,10 @@ def test_threads_on_one_stateful_optimizer_count_every_step():
     for worker in workers:
         worker.join(timeout=60)
     assert all(entry["step"] == 100 for entry in fn.state_dict()["state"].values())
+
+
+def test_a_tensor_with_history_cannot_join():
+    fn = offbeat.as_functional(offbeat.SGD, [], lr=0.1)
+    with pytest.raises(ValueError, match="non-leaf"):
+        fn.step_param(torch.ones(2, requires_grad=True) * 2, torch.ones(2))
+    assert not fn.param_groups[0]["params"]

@@ -311,9 +311,9 @@ def test_differentiable_gives_the_true_derivative(case):
         keys = [k for k in optimizer.state[p] if k not in ("step", "mu_product", "eta", "mu")]
         for key, value in zip(keys, state, strict=False):
             optimizer.state[p][key] = value.clone()
-        optimizer.state[p].fresh = False
-        if "step" in optimizer.state[p]:
-            optimizer.state[p]["step"].fill_(7.0)
+        for key, value in (("step", 7.0), ("eta", 0.03)):
+            if key in optimizer.state[p]:
+                optimizer.state[p][key].fill_(value)
         optimizer.step()
         return (p, *(optimizer.state[p][k] for k in keys))
 
@@ -321,7 +321,7 @@ def test_differentiable_gives_the_true_derivative(case):
         pytest.skip("piecewise constant in the gradient: finite differences see its jumps")
     generator = torch.Generator().manual_seed(3)
     p, g = (torch.randn(4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(2))
-    lr = torch.tensor(0.05, dtype=torch.float64, requires_grad=case.name != "ASGD")
+    lr = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
     # Positive, and large enough for a centered second moment.
     state = [(torch.rand(4, dtype=torch.float64, generator=generator) + 4).requires_grad_() for _ in range(3)]
     if case.name == "RMSprop" and case.hyper.get("centered"):
@@ -368,3 +368,84 @@ def test_documentation_of_every_class_has_formula_arguments_and_example():
         assert ".. math::" in doc
         assert "Args:" in doc
         assert f">>> optimizer = offbeat.{case.name}(" in doc
+
+
+def test_a_groups_dictionary_stays_the_users_own():
+    p = torch.ones(2, requires_grad=True)
+    mine = {"params": [p], "lr": 0.1, "mask": torch.ones(5), "name": "decoder"}
+    optimizer = offbeat.SGD([mine])
+    assert optimizer.param_groups[0] is mine
+    p.grad = torch.ones(2)
+    mine["lr"] = 0.0
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.ones(2))
+
+
+def test_numbers_of_other_kinds_are_numbers():
+    np = pytest.importorskip("numpy")
+    p, q = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    a = offbeat.Adam([p], lr=np.float32(0.5), betas=np.array([0.5, 0.75]), amsgrad=np.True_)
+    b = offbeat.Adam([q], lr=0.5, betas=(0.5, 0.75), amsgrad=True)
+    p.grad = q.grad = torch.ones(2)
+    a.step()
+    b.step()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("tier", [{}, {"foreach": False}], ids=str)
+def test_a_repeated_parameter_is_updated_again_as_in_torch(tier):
+    p, q = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="duplicate"):
+        a, b = offbeat.Adam([p, p], lr=0.1, **tier), torch.optim.Adam([q, q], lr=0.1, foreach=False)
+    for _ in range(3):
+        p.grad = torch.ones(2)
+        q.grad = torch.ones(2)
+        a.step()
+        b.step()
+    torch.testing.assert_close(p, q)
+    assert a.state[p]["step"] == b.state[q]["step"] == 6
+
+
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_the_default_device_does_not_matter(case):
+    params, twins = make_params(torch.float32), make_params(torch.float32)
+    a, b = case.ours(params, **case.hyper), case.ours(twins, **case.hyper)
+    a.init_state()
+    for step in range(3):
+        set_gradients(step, params, twins)
+        with torch.device("meta"):
+            a.step()
+        b.step()
+    assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD", "Rprop"])
+def test_differentiable_through_several_steps_and_stored_scalars(name):
+    generator = torch.Generator().manual_seed(5)
+    grads = torch.randn(3, 4, dtype=torch.float64, generator=generator)
+
+    def after(lr):
+        p = torch.ones(4, dtype=torch.float64, requires_grad=True).clone()
+        optimizer = getattr(offbeat, name)([p], lr=lr, differentiable=True)
+        for g in grads:
+            p.grad = g
+            optimizer.step()
+        return p
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.autograd.gradcheck(after, (torch.tensor(0.05, dtype=torch.float64, requires_grad=True),))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_step_inside_vmap():
+    def one(start, gradient):
+        p = start.clone()
+        p.grad = gradient
+        optimizer = offbeat.SGD([p], lr=0.1)
+        optimizer.step()
+        return p
+
+    result = torch.vmap(one)(torch.ones(3, 2), torch.arange(6.0).reshape(3, 2))
+    torch.testing.assert_close(result, torch.ones(3, 2) - 0.1 * torch.arange(6.0).reshape(3, 2))

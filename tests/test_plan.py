@@ -84,6 +84,10 @@ def counter_changed_in_place(optimizer, params):
     optimizer.state[params[0]]["step"].fill_(50)
 
 
+def counter_in_new_storage(optimizer, params):
+    optimizer.state[params[0]]["step"].data = torch.tensor(50.0)
+
+
 def counter_replaced(optimizer, params):
     optimizer.state[params[0]]["step"] = torch.tensor(50.0)
 
@@ -120,7 +124,8 @@ def swapped_tensors(optimizer, params):
 CHANGES = [
     new_storage, other_layout, same_address_other_strides, replaced_state, state_in_new_storage,
     state_in_shared_memory, params_in_shared_memory, cleared_state, popped_state, updated_entry, another_dictionary,
-    state_of_another_dtype, counter_changed_in_place, counter_replaced, reordered_parameters, parameter_removed,
+    state_of_another_dtype, counter_changed_in_place, counter_replaced, counter_in_new_storage,
+    reordered_parameters, parameter_removed,
     parameter_appended, structure_changed, weight_decay_off, reloaded, swapped_tensors,
 ]  # fmt: skip
 
@@ -184,6 +189,64 @@ def test_autograd_notices_a_step_between_forward_and_backward(tier):
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+class Negated(torch.Tensor):
+    """A gradient that is the negative of what its memory holds."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        def plain(x):
+            return -x.as_subclass(torch.Tensor) if isinstance(x, Negated) else x
+
+        return func(*map(plain, args), **{k: plain(v) for k, v in (kwargs or {}).items()})
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        lambda: torch._neg_view(torch.ones(3)),
+        lambda: torch._efficientzerotensor((3,)),
+        lambda: torch.complex(torch.zeros(3), torch.ones(3)).conj().imag,
+        lambda: torch.nn.Parameter(torch.ones(3)),
+    ],
+    ids=["negative bit", "zero tensor", "imaginary part", "parameter"],
+)
+@pytest.mark.parametrize("plain_steps", [0, 2])
+def test_gradients_that_are_not_what_their_memory_holds(odd, plain_steps):
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    a, b = offbeat.Adam([p], lr=0.1), torch.optim.Adam([q], lr=0.1, foreach=False)
+    for step in range(plain_steps + 2):
+        g = torch.full((3,), 2.0) if step < plain_steps else odd().detach()
+        p.grad, q.grad = g, g.clone() if step < plain_steps else g
+        a.step()
+        b.step()
+        torch.testing.assert_close(p, q)
+        assert a.state[p]["step"] == step + 1
+
+
+def test_a_subclass_as_gradient_is_asked_and_not_read():
+    p = torch.ones(3, requires_grad=True)
+    optimizer = offbeat.SGD([p], lr=0.1)
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    p.grad = torch.ones(3).as_subclass(Negated)
+    optimizer.step()
+    torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
+
+
+def test_autograd_notices_a_step_in_state_too():
+    p = torch.ones(3, requires_grad=True)
+    optimizer = offbeat.SGD([p], lr=0.1, momentum=0.9)
+    for _ in range(3):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    w = torch.ones(3, requires_grad=True)
+    loss = (optimizer.state[p]["momentum_buffer"] * w).sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_plans_do_not_keep_gradients_or_removed_parameters_alive():

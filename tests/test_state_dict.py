@@ -79,24 +79,91 @@ def test_asking_for_the_state_dict_changes_nothing(case):
     assert all(torch.equal(p, q) for p, q in zip(a_params, b_params, strict=True))
 
 
-def test_a_dampened_buffer_that_has_not_begun_is_saved_as_torch_saves_it():
-    """Zeros would be read back as a buffer that exists, and the first gradient would be dampened."""
-    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+def test_a_dampened_buffer_that_has_not_begun_is_told_from_one_of_zeros(tmp_path):
+    """Its first gradient is not dampened, whether it was allocated early, copied, saved plainly or by DCP."""
+    import torch.distributed.checkpoint as dcp
+
     hyper = {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}
-    a = offbeat.SGD(ours, **hyper)
+
+    def build():
+        params = make_params(torch.float64)
+        return params, offbeat.SGD(params, **hyper)
+
+    params, lazy = build()
+    run(lazy, params, range(3))
+    results = []
+    for how in ("early", "saved", "dcp", "zeros"):
+        again, optimizer = build()
+        optimizer.init_state()
+        if how == "saved":
+            other, optimizer2 = build()
+            optimizer2.load_state_dict(optimizer.state_dict())
+            again, optimizer = other, optimizer2
+        elif how == "dcp":
+            saved = {"state": {str(k): v for k, v in optimizer.state_dict()["state"].items()}}
+            dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+            dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+        elif how == "zeros":  # a buffer that somebody has written has begun
+            for p in again:
+                optimizer.state[p]["momentum_buffer"].zero_()
+        run(optimizer, again, range(3))
+        results.append(all(torch.equal(p, q) for p, q in zip(params, again, strict=True)))
+    assert results == [True, True, True, False]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_init_state_changes_nothing_when_the_learning_rate_changes_before_the_first_step(case):
+    """A warm-up does; and a parameter's first gradient may come late."""
+    results = []
+    for early in (False, True):
+        params = make_params(torch.float32)
+        optimizer = case.ours(params, **{**case.hyper, "lr": 0.5})
+        if early:
+            optimizer.init_state()
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = case.ours(params, **{**case.hyper, "lr": 0.5})
+            optimizer.load_state_dict(saved)
+        optimizer.param_groups[0]["lr"] = 0.01
+        run(optimizer, params, range(12))
+        results.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_state_written_after_init_state_is_used(how):
+    ours, theirs = make_params(torch.float64), make_params(torch.float64)
+    a, b = offbeat.SGD(ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9, foreach=False)
     a.init_state()
-    saved = a.state_dict()
-    assert all(entry["momentum_buffer"] is None for entry in saved["state"].values())
-    b = torch.optim.SGD(theirs, **hyper, foreach=False)
-    b.load_state_dict(copy.deepcopy(saved))
-    a = offbeat.SGD(ours, **hyper)
-    a.load_state_dict(saved)
-    for step in range(3):
-        set_gradients(step, ours, theirs)
-        a.step()
-        b.step()
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
+        if how == "in place":
+            a.state[p]["momentum_buffer"].fill_(1)
+        else:
+            a.state[p]["momentum_buffer"] = torch.ones_like(p)
+        b.state[q]["momentum_buffer"] = torch.ones_like(q)
+    set_gradients(0, ours, theirs)
+    a.step()
+    b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-14, atol=1e-14)
+
+
+def test_names_in_other_groups_do_not_mix_up_options():
+    w, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    first = offbeat.Adam([{"params": [("w", w)], "lr": 0.1}, {"params": [("b", b)], "lr": 0.5}])
+    second = offbeat.Adam([{"params": [("b", b)]}, {"params": [("w", w)]}])
+    w.grad, b.grad = torch.ones(2), torch.ones(3)
+    first.step()
+    with pytest.raises(ValueError, match="of shape"):  # by position, and these do not fit
+        second.load_state_dict(first.state_dict())
+
+
+def test_state_of_another_kind_of_optimizer_is_refused():
+    params = make_params(torch.float32)
+    sgd = offbeat.SGD(params, lr=0.1, momentum=0.9)
+    set_gradients(0, params)
+    sgd.step()
+    with pytest.raises(ValueError, match="another kind of optimizer"):
+        offbeat.Adam(params).load_state_dict(sgd.state_dict())
 
 
 def test_loading_shares_nothing_with_the_state_dict():

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.optim.checkpoint import loaded, packed
-from offbeat.optim.gradients import check_gradient, local
+from offbeat.optim.gradients import local
 from offbeat.optim.plan import Plan, PlannedUpdate, make_plan
 from offbeat.optim.signature import describe, signature
-from offbeat.optim.state import ParamState, State, new_state
+from offbeat.optim.state import State, mark_unbegun, new_state
 from offbeat.optim.update import Update, hyperparameters, prepare, program_for
 from offbeat.rules.rule import FLAGS, Rule, Slot
 from offbeat.tiers.choice import Choice, choose
@@ -69,7 +69,6 @@ class RuleOptimizer(Optimizer):
             options = {**FLAGS, **self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
             self.rule.validate(options)
             _check_flags(options)
-            param_group = dict(param_group)
         super().add_param_group(param_group)
         if hasattr(self, "_plans") and self.rule.eager_state:
             self.init_state()
@@ -106,14 +105,19 @@ class RuleOptimizer(Optimizer):
             self._own_state()
             if not self._unscale(work):
                 return
-            updates = [self._prepare(*item) for item in work]
+            first, again = _without_repeats(work)
+            updates = [self._prepare(*item) for item in first]
             for update in updates:
                 update.commit()
             for update in updates:
                 update.run()
-            for (group, params, _), update in zip(work, updates, strict=True):
+            for (group, params, _), update in zip(first, updates, strict=True):
                 if isinstance(update, Update) and params is group["params"]:
                     self._remember(group, update)
+            for item in again:
+                update = self._prepare(*item)
+                update.commit()
+                update.run()
 
     def _prepare(
         self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None
@@ -133,6 +137,9 @@ class RuleOptimizer(Optimizer):
         return self.state
 
     def _remember(self, group: dict[str, Any], update: Update) -> None:
+        """Keep tables for the next step of this group, and none for groups that are gone."""
+        here = {id(one) for one in self.param_groups}
+        self._plans = {key: plan for key, plan in self._plans.items() if key in here}
         plan = make_plan(self.rule, group, self._own_state(), update)
         if plan is None:
             self._plans.pop(id(group), None)
@@ -145,15 +152,10 @@ class RuleOptimizer(Optimizer):
         if found_inf is not None and found_inf.item():
             return False
         if scale is not None:
-            given = [
-                (group, p, g)
-                for group, params, grads in work
-                for p, g in zip(params, [p.grad for p in params] if grads is None else grads, strict=True)
-            ]
-            for group, p, g in given:
-                if g is not None:
-                    check_gradient(self.rule, hyperparameters({**FLAGS, **group}), p, g)
-            torch._foreach_div_([local(g) for _, _, g in given if g is not None], scale.item())
+            for item in work:  # what would fail must fail before the gradients are divided
+                self._prepare(*item)
+            gradients = [[p.grad for p in params] if grads is None else grads for _, params, grads in work]
+            torch._foreach_div_([local(g) for group in gradients for g in group if g is not None], scale.item())
         return True
 
     def init_state(self) -> None:
@@ -169,8 +171,9 @@ class RuleOptimizer(Optimizer):
                 slots = self.rule.slots(h)
                 _, created = new_state(slots, h, group["params"], state)
                 for p, key, value in created:
+                    if self.rule.first_step_differs(h):
+                        mark_unbegun(value)
                     state[p][key] = value
-                    state[p].fresh = not any(slot.key == "step" for slot in slots)
 
     def tiers(self) -> list[Choice]:
         """For each group, the tier its next step runs in and why.
@@ -205,23 +208,19 @@ class RuleOptimizer(Optimizer):
         """Everything needed to go on exactly, in torch.optim's format; torch.optim loads it."""
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = packed(self, self._unstarted)
+        result = packed(self)
         for post in self._optimizer_state_dict_post_hooks.values():
             changed = post(self, result)
             result = result if changed is None else changed
         return result
-
-    def _unstarted(self, group: dict[str, Any], entry: ParamState) -> bool:
-        """Whether state that has seen no step would, read back, change the first one."""
-        return entry.fresh and self.rule.first_step_differs(hyperparameters({**FLAGS, **group}))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state dict of this class or of torch.optim's class of the same name.
 
         State keeps the dtype it was saved in. Nothing is shared with ``state_dict``. Where both sides name their
-        parameters and the names are the same, state is matched by name, else by position. Options a checkpoint does
-        not know are taken from this optimizer.
+        parameters and each group has the same names, state is matched by name, else by position. Options a checkpoint
+        does not know are taken from this optimizer.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -251,6 +250,26 @@ class RuleOptimizer(Optimizer):
         text = super().__repr__()
         lines = [f"    tier of group {i}: {choice}" for i, choice in enumerate(self.tiers())]
         return text.removesuffix(")") + "\n".join(lines) + "\n)"
+
+
+def _without_repeats(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
+    """The work with each parameter once, and what is left: torch.optim updates a repeated one again, in order."""
+    first: list[Work] = []
+    again: list[Work] = []
+    for group, params, grads in work:
+        if len(set(map(id, params))) == len(params):
+            first.append((group, params, grads))
+            continue
+        rest = list(zip(params, [p.grad for p in params] if grads is None else grads, strict=True))
+        layers: list[list[tuple[Tensor, Tensor | None]]] = []
+        for p, g in rest:
+            layer = next((x for x in layers if all(q is not p for q, _ in x)), None)
+            if layer is None:
+                layers.append(layer := [])
+            layer.append((p, g))
+        for i, layer in enumerate(layers):
+            (again if i else first).append((group, [p for p, _ in layer], [g for _, g in layer]))
+    return first, again
 
 
 def _check_flags(options: dict[str, Any]) -> None:

@@ -12,26 +12,20 @@ from torch.optim import Optimizer
 
 from offbeat.optim.gradients import is_dtensor, local
 from offbeat.optim.scalars import new_scalars, scalar_dtype
-from offbeat.optim.state import ParamState, State
+from offbeat.optim.state import State
 from offbeat.rules.rule import Slot, Values
 
 __all__ = ["loaded", "packed"]
 
 
-def packed(optimizer: Optimizer, unstarted: Callable[[dict[str, Any], ParamState], bool]) -> dict[str, Any]:
-    """The state dict before hooks: plain dictionaries, parameters by number.
-
-    A tensor whose first step would overwrite it whatever it holds (``unstarted``) is saved as None, as
-    torch.optim saves a momentum buffer that does not exist yet.
-    """
+def packed(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict before hooks: plain dictionaries, parameters by number."""
     number: dict[int, int] = {}
-    owner: dict[int, dict[str, Any]] = {}
     groups = []
     start = 0
     for group in optimizer.param_groups:
         for i, p in enumerate(group["params"], start):
             number.setdefault(id(p), i)
-            owner.setdefault(id(p), group)
         start += len(group["params"])
         groups.append({key: value for key, value in group.items() if key != "params"})
         groups[-1]["params"] = [number[id(p)] for p in group["params"]]
@@ -40,8 +34,7 @@ def packed(optimizer: Optimizer, unstarted: Callable[[dict[str, Any], ParamState
         if not isinstance(key, Tensor):
             state[key] = value
         elif id(key) in number:
-            hollow = isinstance(value, ParamState) and unstarted(owner[id(key)], value)
-            state[number[id(key)]] = {k: None if hollow else v for k, v in value.items()}
+            state[number[id(key)]] = dict(value)
     return {"state": state, "param_groups": groups}
 
 
@@ -72,13 +65,15 @@ def loaded(
         tensors = {slot.key for slot in slots(fresh_group) if not slot.scalar}
         for p in mine["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
+            if entry:
+                _check_kind(entry, scalars, tensors)
             if entry is not None:
                 state[p] = {k: _fit(p, k, v, k in tensors, k in scalars) for k, v in entry.items()}
         _side_by_side(state, mine["params"], scalars, fresh_group)
     known = set(source.of.values())
     for key, value in state_dict["state"].items():
         if key not in known:
-            state[key] = value
+            state[key] = deepcopy(value)
     return state, new_groups
 
 
@@ -86,18 +81,29 @@ def _without_state(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
     return list(state_dict["param_groups"])
 
 
+def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> None:
+    """Raise if this is the state of another kind of optimizer; a slot that came with a later option may be missing."""
+    if scalars - entry.keys() or (tensors and not tensors & entry.keys()):
+        raise ValueError(
+            f"loaded state dict has state {sorted(entry)} for a parameter, but this optimizer keeps "
+            f"{sorted(scalars | tensors)}; was it saved from another kind of optimizer?"
+        )
+
+
 def _match(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Values:
-    """Which saved number each parameter has: by name where both sides have the same names, else by position."""
-    here = {name: p for g in groups for name, p in zip(g.get("param_names", ()), g["params"], strict=False)}
-    there = {name: i for g in saved for name, i in zip(g.get("param_names", ()), g["params"], strict=False)}
-    total = sum(len(g["params"]) for g in groups)
-    if here and here.keys() == there.keys() and len(here) == total:
-        return Values(by_name=True, of={id(p): there[name] for name, p in here.items()})
-    positions = {}
+    """Which saved number each parameter has: by name where each group has the same names there, else by position."""
+    by_name = all("param_names" in g for g in (*groups, *saved)) and all(
+        set(mine["param_names"]) == set(theirs["param_names"]) and len(set(mine["param_names"])) == len(mine["params"])
+        for mine, theirs in zip(groups, saved, strict=True)
+    )
+    numbers = {}
     for mine, theirs in zip(groups, saved, strict=True):
-        for p, i in zip(mine["params"], theirs["params"], strict=True):
-            positions[id(p)] = i
-    return Values(by_name=False, of=positions)
+        order = theirs["params"]
+        if by_name:
+            there = dict(zip(theirs["param_names"], theirs["params"], strict=True))
+            order = [there[name] for name in mine["param_names"]]
+        numbers.update({id(p): i for p, i in zip(mine["params"], order, strict=True)})
+    return Values(by_name=by_name, of=numbers)
 
 
 def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: bool) -> Any:
@@ -113,10 +119,15 @@ def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: 
                 f"{tuple(p.shape)}; was it saved from another model?"
             )
         value = value.to_dense() if value.layout != torch.strided else value
-        if is_dtensor(p) or is_dtensor(value):
-            return value.detach().clone()
+        if is_dtensor(p) != is_dtensor(value):
+            raise ValueError(
+                f"loaded state dict has {key!r} as a {type(value).__name__} for a parameter that is a "
+                f"{type(p).__name__}; load sharded parameters through torch.distributed.checkpoint"
+            )
+        if is_dtensor(p):
+            return value.detach().clone().redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
         copy = torch.empty_like(p, dtype=value.dtype, memory_format=torch.preserve_format, requires_grad=False)
-        return copy.copy_(value.detach()) if not value.requires_grad else value
+        return copy.copy_(value)  # keeps the history of state that has one
     return deepcopy(value)
 
 

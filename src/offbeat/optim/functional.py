@@ -95,6 +95,8 @@ class FunctionalOptimizer:
                 group = self.param_groups[-1]
                 if not isinstance(param, Tensor):
                     raise TypeError(f"a parameter must be a Tensor, but got {type(param).__name__}")
+                if not (param.is_leaf or param.retains_grad):
+                    raise ValueError("can't optimize a non-leaf Tensor: detach it first")
                 if "param_names" in group:
                     raise ValueError(
                         "a parameter without a name cannot join a group of named parameters; use add_param_group"

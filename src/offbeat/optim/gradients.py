@@ -63,5 +63,7 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
         )
     if g.layout != torch.strided:
         meaning = rule.sparse(h) if g.layout == torch.sparse_coo else f"does not support gradients of layout {g.layout}"
+        if meaning in ("rows", "dense") and h.fused:
+            meaning = "with fused=True does not support sparse gradients; leave fused out for this group"
         if meaning not in ("rows", "dense"):
             raise RuntimeError(f"{rule.name} {meaning}")

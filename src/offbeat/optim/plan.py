@@ -36,13 +36,13 @@ class _Table:
         self.params = [m.param for m in members]
         self.shards = [m.columns[0] for m in members]  # the parameters themselves unless they are distributed
         state = [[m.columns[c] for m in members] for c in range(2, len(members[0].columns))]
-        self.book = AddressBook([self.shards, *state])
+        self.counters = [Scalars([m.scalars[i] for m in members]) for i in range(len(update.scalar_keys))]
+        self.book = AddressBook([self.shards, *state], [counter.tensors for counter in self.counters])
         self.program = update.program
         dtypes = tuple(t.dtype for t in members[0].columns)
         self.kernel = cpu_kernel(update.program, dtypes, compute_dtype(members[0].columns))
         self.numel = array("q", [p.numel() for p in self.shards])
         self.elements = sum(self.numel)
-        self.counters = [Scalars([m.scalars[i] for m in members]) for i in range(len(update.scalar_keys))]
         self.same_row = array("q", bytes(8 * len(members)))
 
 
@@ -86,8 +86,8 @@ class Plan:
             count = table.book.read(mine, given)
             if count is None:
                 return None
-            parts.append((table, count))
-        return PlannedUpdate(self, h, parts)
+            parts.append((table, count, coefficient_rows(self.rule, h, self.scalar_keys, table.counters, None)))
+        return PlannedUpdate(self, parts)
 
 
 def _shards(params: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Tensor], list[Tensor | None]] | None:
@@ -106,30 +106,28 @@ def _shards(params: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Te
 class PlannedUpdate:
     """A step by a plan; the fast counterpart of :class:`~offbeat.optim.update.Update`."""
 
-    def __init__(self, plan: Plan, h: Values, parts: list[tuple[_Table, int]]) -> None:
-        self.plan, self.h, self.parts = plan, h, parts
+    def __init__(self, plan: Plan, parts: list[tuple[_Table, int, Any]]) -> None:
+        self.plan, self.parts = plan, parts
 
     def commit(self) -> None:
         """There is no new state."""
 
     def run(self) -> None:
         """Change the parameters and their state."""
-        rule, keys = self.plan.rule, self.plan.scalar_keys
-        for table, count in self.parts:
+        for table, count, (rows, coefficients, advanced) in self.parts:
             if not count:
                 continue
             active, elements = None, table.elements
             if count < len(table.params):
                 active = [i for i, address in enumerate(table.book.tables[1]) if address]
                 elements = sum(table.numel[i] for i in active)
-            rows, coefficients, advanced = coefficient_rows(rule, self.h, keys, table.counters, None)
             flat = array("d", [row[name] for row in coefficients for name in table.program.coefficients])
             which = table.same_row if rows is None else array("q", rows)
-            # The kernel writes behind autograd's back; this is how autograd learns of it.
-            written = table.params if active is None else [table.params[i] for i in active]
-            increment_version(written)
+            table.book.bump(active)
+            if self.plan.distributed:
+                increment_version(table.params if active is None else [table.params[i] for i in active])
             table.kernel(table.book.tables, table.numel, which, flat, elements)
-            move_on(keys, table.counters, rows, advanced, active)
+            move_on(self.plan.scalar_keys, table.counters, rows, advanced, active)
 
 
 def _shape(rule: Rule, h: Values) -> tuple[Any, ...]:
@@ -145,6 +143,10 @@ def make_plan(rule: Rule, group: dict[str, Any], state: State, update: Update) -
         return None
     if len({m.distributed for m in members}) > 1:
         return None
+    if any(slot.late for slot in update.slots) and any(
+        value == 0 for counter in update.counters for value in counter.read()
+    ):
+        return None  # unreachable after a step, unless the user winds a counter back
     position = {id(p): i for i, p in enumerate(group["params"])}
     if len(position) != len(group["params"]):
         return None

@@ -69,10 +69,14 @@ class PureOptimizer:
             state: what :meth:`init` or the last :meth:`update` returned.
             hyper: hyperparameters that differ from now on, ``lr`` say; not remembered.
         """
-        unknown = [name for name in hyper if name not in self.options]
+        unknown = [name for name in hyper if name not in {one.name for one in self.rule.hyper}]
         if unknown:
             raise TypeError(f"{self.rule.name} has no hyperparameter {', '.join(unknown)}")
-        h = hyperparameters({**self.options, **hyper})
+        options = {**self.options, **hyper}
+        # The value of a tensor is not known while a graph is traced; numbers are checked.
+        if hyper and not any(isinstance(value, Tensor) for value in pytree.tree_leaves(tuple(hyper.values()))):
+            self.rule.validate(options)
+        h = hyperparameters(options)
         leaves, spec = pytree.tree_flatten(params)
         gradients = _flatten_like(grads, spec, "gradients")
         states = _flatten_like(state, spec, "state")
@@ -85,10 +89,10 @@ class PureOptimizer:
         for slot in self._slots(h):
             value = slot.initial(h)
             if slot.scalar:
-                state[slot.key] = torch.full((), float(value), dtype=counter, device=p.device)
+                state[slot.key] = torch.ones((), dtype=counter, device=p.device) * value
             else:
-                start = complex(value, value) if p.is_complex() else float(value)
-                state[slot.key] = torch.full_like(p, start, requires_grad=False)
+                one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, requires_grad=False)
+                state[slot.key] = one * value
         return state
 
     def _slots(self, h: Values) -> tuple[Any, ...]:
@@ -102,21 +106,30 @@ class PureOptimizer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if g is None:
             return p, state
-        if g.shape != p.shape:
+        if not isinstance(g, Tensor):
+            raise TypeError(f"a gradient must be a Tensor or None, but got {type(g).__name__}")
+        if g.shape != p.shape or g.dtype != p.dtype:
             raise GradientError(
-                f"a gradient of shape {tuple(g.shape)} was given for a parameter of shape {tuple(p.shape)}"
+                f"a gradient of shape {tuple(g.shape)} and dtype {g.dtype} was given for a parameter of shape "
+                f"{tuple(p.shape)} and dtype {p.dtype}; give one that fits, or cast it"
             )
         slots = self._slots(h)
+        missing = [slot.key for slot in slots if slot.key not in state]
+        if missing:
+            raise ValueError(
+                f"the state has no {', '.join(missing)}: it was made by init() under other options; "
+                "give the options that decide what is kept to as_pure()"
+            )
         keys = [slot.key for slot in slots if not slot.scalar]
         stored = {slot.key: state[slot.key] for slot in slots if slot.scalar}
         stored["step"] = stored["step"] + 1
-        s = Values(**stored)
-        advanced = {
-            key: torch.as_tensor(value, dtype=stored[key].dtype, device=p.device)
-            for key, value in self.rule.advance(h, s).items()
-        }
+        # In double precision where the device has it, as an optimizer does it on the host.
+        wide = torch.float32 if p.device.type in ("mps", "xla") else torch.float64
+        s = Values(**{key: t.to(wide) for key, t in stored.items()})
+        new = {key: torch.as_tensor(value, device=p.device) for key, value in self.rule.advance(h, s).items()}
         if self.rule.advance_first:
-            s.set(**advanced)
+            s.set(**new)
+        advanced = {key: value.to(stored[key].dtype) for key, value in new.items()}
         coefficients = self.rule.coefficients(h, s)
         tensors = [p, g, *(state[key] for key in keys)]
         if p.is_complex():

@@ -83,6 +83,13 @@ def coefficient_rows(
         Which set each parameter uses (None: all use the first), the sets, the scalars.
     """
     columns = [counter.read() for counter in counters]
+    for slot in rule.slots(h):
+        if slot.scalar and slot.late:
+            i, steps = list(keys).index(slot.key), columns[list(keys).index("step")]
+            if 0.0 in steps:
+                dtype = counters[i].tensors[0].dtype
+                initial = torch.tensor(slot.initial(h), dtype=dtype, device="cpu").item()
+                columns[i] = [initial if step == 0 else old for old, step in zip(columns[i], steps, strict=True)]
     if "step" not in keys and fresh is not None:
         columns.append([1.0 if f else 2.0 for f in fresh])
     rows: list[int] | None = None
@@ -96,14 +103,14 @@ def coefficient_rows(
         s = Values(step=values[-1] if len(values) > len(keys) else 2.0)
         for key, value, counter in zip(keys, values, counters, strict=False):
             dtype = counter.tensors[0].dtype
-            setattr(s, key, value + 1 if key == "step" else torch.tensor(value, dtype=dtype))
+            setattr(s, key, value + 1 if key == "step" else torch.tensor(value, dtype=dtype, device="cpu"))
         new = {}
         for key, value in rule.advance(h, s).items():
             dtype = counters[list(keys).index(key)].tensors[0].dtype
-            new[key] = torch.as_tensor(value, dtype=dtype).item()
+            new[key] = torch.as_tensor(value, dtype=dtype, device="cpu").item()
         old = {key: getattr(s, key).item() for key in keys if key != "step"}
         s.set(**(old | new if rule.advance_first else old))
-        table.append(rule.coefficients(h, s))
+        table.append({name: float(value) for name, value in rule.coefficients(h, s).items()})
         advanced.append(new)
     return rows, table, advanced
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat.optim.scalars import new_scalars, scalar_dtype
 from offbeat.rules.rule import Slot, Values
 
-__all__ = ["ParamState", "State", "new_state"]
+__all__ = ["ParamState", "State", "is_unbegun", "mark_unbegun", "new_state"]
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,16 +28,14 @@ def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ParamState(dict[str, Any]):
-    """One parameter's state. ``fresh`` says that it has been allocated but has not seen a step."""
+    """One parameter's state."""
 
     def __init__(self, items: Any = (), clock: list[int] | None = None) -> None:
         super().__init__(items)
         self.clock = clock if clock is not None else [0]
-        self.fresh = False
 
     def __reduce__(self) -> Any:
-        # State that has seen no step is made again when it is needed; copied, it would count as begun.
-        return dict, ({} if self.fresh else dict(self),)
+        return dict, (dict(self),)
 
     __setitem__ = _counted(dict.__setitem__)
     __delitem__ = _counted(dict.__delitem__)
@@ -66,9 +64,7 @@ class State(defaultdict[Any, Any]):
     def __setitem__(self, key: Any, value: Any) -> None:
         self.clock[0] += 1
         if isinstance(value, dict) and isinstance(key, Tensor):
-            fresh = getattr(value, "fresh", False)
             value = ParamState(value, self.clock)
-            value.fresh = fresh
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -121,16 +117,37 @@ def new_state(
 
 
 def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
-    value = float(slot.initial(h))
+    value = slot.initial(h)
+    if h.differentiable and isinstance(value, Tensor):
+        one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, memory_format=torch.preserve_format)
+        return one * value
+    value = float(value)
     if value == 0:
         return torch.zeros_like(p, memory_format=torch.preserve_format)
     return torch.full_like(p, complex(value, value) if p.is_complex() else value, memory_format=torch.preserve_format)
 
 
+def mark_unbegun(t: Tensor) -> None:
+    """Fill with the number that says "no step yet": as good as zero, and in no tensor by accident everywhere."""
+    t.fill_(_unbegun(t.dtype))
+
+
+def is_unbegun(t: Tensor) -> bool:
+    """Whether :func:`mark_unbegun` was the last to write here."""
+    return t.numel() > 0 and bool((t == _unbegun(t.dtype)).all())
+
+
+def _unbegun(dtype: torch.dtype) -> float:
+    return 2.0**-24 if dtype == torch.float16 else torch.finfo(dtype).tiny
+
+
 def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[Any]) -> list[Tensor]:
     """Counters for these parameters; a plain number from an old checkpoint counts as the value."""
     dtype = scalar_dtype(h.fused and slot.key == "step")
-    values = [float(slot.initial(h) if old is None else old) for old in present]
+    initial = slot.initial(h)
+    if h.differentiable and isinstance(initial, Tensor):
+        return [initial.to(dtype).clone() for _ in params]
+    values = [float(initial if old is None else old) for old in present]
     devices = [p.device if h.capturable or h.fused else torch.device("cpu") for p in params]
     result: list[Any] = [None] * len(params)
     for device in set(devices):

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from offbeat.errors import CaptureError
 from offbeat.optim.gradients import check_gradient, is_dtensor, local, local_gradient
 from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
-from offbeat.optim.state import ParamState, State, new_state
+from offbeat.optim.state import State, is_unbegun, new_state
 from offbeat.rules.rule import Rule, Slot, Values
 from offbeat.tiers.choice import Choice, choose
 from offbeat.tiers.foreach import run_foreach
@@ -38,9 +38,9 @@ def hyperparameters(group: dict[str, Any]) -> Values:
     h = Values(**group)
     symbolic = h.differentiable or h.capturable
     for name, value in group.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.numel() == 1:
             setattr(h, name, value.squeeze() if symbolic else value.item())
-        elif name == "betas" and isinstance(value[0], Tensor):
+        elif name == "betas" and any(isinstance(b, Tensor) for b in value):
             setattr(h, name, tuple(b.squeeze() if symbolic else b.item() for b in value))
     return h
 
@@ -71,6 +71,15 @@ class Update:
     members: list[Member] = field(default_factory=list)
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
     program: Program | None = None
+    counters: list[Scalars] = field(default_factory=list)
+    rows: list[int] | None = None
+    table: list[dict[str, Any]] = field(default_factory=list)
+    advanced: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether numbers stay tensors: on their device, or in autograd's sight."""
+        return bool(self.h.capturable or self.h.differentiable)
 
     @property
     def tensor_keys(self) -> tuple[str, ...]:
@@ -89,25 +98,30 @@ class Update:
 
     def run(self) -> None:
         """Change the parameters and their state."""
-        if self.h.capturable:
+        if self.symbolic:
             for member in self.members:
-                self._run_on_device(member)
+                self._run_symbolically(member)
         elif self.members:
             self._run_from_host()
         # Shards were written; autograd watches the distributed tensors around them.
         increment_version([member.param for member in self.members if member.distributed])
-        for member in self.members:
-            entry = self.state.get(member.param)
-            if isinstance(entry, ParamState):
-                entry.fresh = False
+
+    def work_out(self) -> None:
+        """Do the arithmetic on scalars; hyperparameters that make no sense raise here."""
+        if self.symbolic:
+            _sample_coefficients(self.rule, self.h)
+        elif self.members:
+            self.counters = [Scalars([m.scalars[i] for m in self.members]) for i in range(len(self.scalar_keys))]
+            fresh = [m.fresh for m in self.members]
+            self.rows, self.table, self.advanced = coefficient_rows(
+                self.rule, self.h, self.scalar_keys, self.counters, fresh
+            )
 
     def _run_from_host(self) -> None:
-        counters = [Scalars([m.scalars[i] for m in self.members]) for i in range(len(self.scalar_keys))]
-        fresh = [m.fresh for m in self.members]
-        rows, table, advanced = coefficient_rows(self.rule, self.h, self.scalar_keys, counters, fresh)
+        self._begin_late_tensors()
         # torch's operators want counters that have moved on already.
-        move_on(self.scalar_keys, counters, rows, advanced)
-        rows = rows or [0] * len(self.members)
+        move_on(self.scalar_keys, self.counters, self.rows, self.advanced)
+        table, rows = self.table, self.rows or [0] * len(self.members)
         batches: dict[Any, list[int]] = {}
         for i, member in enumerate(self.members):
             dtypes = tuple(t.dtype for t in member.columns)
@@ -131,6 +145,16 @@ class Update:
                 for i, member in zip(indices, members, strict=True):
                     self._run_loop(member, table[rows[i]], compute)
 
+    def _begin_late_tensors(self) -> None:
+        """What depends on the hyperparameters of the first step may have been allocated under others."""
+        for slot in self.slots:
+            if slot.late and not slot.scalar:
+                column, initial = 2 + self.tensor_keys.index(slot.key), float(slot.initial(self.h))
+                steps = self.counters[self.scalar_keys.index("step")].read()
+                for member, step in zip(self.members, steps, strict=True):
+                    if step == 0:
+                        member.columns[column].fill_(initial)
+
     def _run_loop(self, member: Member, coefficients: dict[str, Any], compute: torch.dtype) -> None:
         names = ("p", "g", *self.tensor_keys)
         scalars = coefficients | self.structure
@@ -150,11 +174,18 @@ class Update:
             state[key] = [m.scalars[i] for m in members]
         self.rule.native(self.h, 1 if members[0].fresh else 2, columns[0], columns[1], state)
 
-    def _run_on_device(self, member: Member) -> None:
+    def _run_symbolically(self, member: Member) -> None:
         stored = dict(zip(self.scalar_keys, member.scalars, strict=True))
+        for slot in self.slots:
+            if slot.late:
+                t = stored[slot.key] if slot.scalar else member.columns[2 + self.tensor_keys.index(slot.key)]
+                t.copy_(torch.where(stored["step"] == 0, slot.initial(self.h), t.clone()))
         if "step" in stored:
             stored["step"].add_(1)
-        s = Values(**stored)
+        # In double precision where the device has it, as on the host.
+        wide = torch.float32 if member.columns[0].device.type in ("mps", "xla") else torch.float64
+        s = Values(step=1.0 if member.fresh else 2.0)
+        s.set(**{key: t.clone().to(wide) for key, t in stored.items()})
         advanced = self.rule.advance(self.h, s)
         if self.rule.advance_first:
             s.set(**advanced)
@@ -180,10 +211,12 @@ def prepare(
             )
     entries, update.created = new_state(update.slots, h, [p for p, _ in given], state)
     newborn = {id(p) for p, _, _ in update.created}
+    marked = rule.first_step_differs(h)
     for (p, g), entry in zip(given, entries, strict=True):
-        fresh = id(p) in newborn or getattr(state.get(p), "fresh", False)
+        fresh = id(p) in newborn or (marked and all(is_unbegun(local(entry[key])) for key in update.tensor_keys))
         update.members.append(_member(update, p, g, entry, fresh))
-    if update.members and not (h.capturable or h.differentiable):
+    update.work_out()
+    if update.members and not update.symbolic:
         update.program = program_for(rule, h)
     for member in update.members:
         if member.rows is None:
@@ -193,22 +226,35 @@ def prepare(
     return update
 
 
+def _sample_coefficients(rule: Rule, h: Values) -> dict[str, Any]:
+    """Coefficients for some stored scalars: their names, and a check that they can be worked out."""
+    stored = {slot.key: 0.5 for slot in rule.slots(h) if slot.scalar and slot.key != "step"}
+    return rule.coefficients(h, Values(step=1, **stored))
+
+
 def program_for(rule: Rule, h: Values) -> Program:
     """The rule's maths under these hyperparameters, for the tiers that do not run it on tensors."""
-    slots = rule.slots(h)
-    s = Values(step=1, **{slot.key: 0.5 for slot in slots if slot.scalar and slot.key != "step"})
-    keys = tuple(slot.key for slot in slots if not slot.scalar)
-    return trace(rule.update, keys, tuple(rule.coefficients(h, s)), tuple(sorted(rule.structure(h).items())))
+    keys = tuple(slot.key for slot in rule.slots(h) if not slot.scalar)
+    names = tuple(_sample_coefficients(rule, h))
+    return trace(rule.update, keys, names, tuple(sorted(rule.structure(h).items())))
 
 
 def _member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: bool) -> Member:
     h = update.h
     scalars = [entry[key] for key in update.scalar_keys]
-    if h.differentiable and any(t.requires_grad for t in scalars):
+    if h.differentiable and any(
+        t.requires_grad for k, t in zip(update.scalar_keys, scalars, strict=True) if k == "step"
+    ):
         raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
+    if h.differentiable and p.is_leaf and p.requires_grad:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation: with differentiable=True "
+            "pass parameters that are not leaves, such as p.clone()"
+        )
     distributed = is_dtensor(p)
     gradient = local_gradient(p, g) if distributed else g
     columns = [local(p), gradient, *(local(entry[key]) for key in update.tensor_keys)]
+    _check_columns(update, columns, scalars)
     rows = None
     if gradient.layout != torch.strided:
         if update.rule.sparse(h) == "dense":
@@ -216,12 +262,34 @@ def _member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: 
         else:
             gradient = gradient.coalesce()
             rows, columns[1] = tuple(gradient.indices()), gradient.values()
+    elif gradient._is_zerotensor():
+        columns[1] = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    columns[1] = columns[1].resolve_neg()
     columns[2:] = [t.to_dense() if t.layout != torch.strided else t for t in columns[2:]]
     if columns[0].is_complex() and rows is None:
-        columns = [torch.view_as_real(t.resolve_conj() if t.is_conj() else t) for t in columns]
+        columns = [torch.view_as_real(t.resolve_conj()) for t in columns]
     own = [local(p), local(g)] if distributed else [p, g]
     simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
     return Member(p, columns, scalars, fresh, simple, distributed, rows)
+
+
+def _check_columns(update: Update, columns: list[Tensor], scalars: list[Tensor]) -> None:
+    """Raise unless state fits the parameter as it is now, and the parameter can be written to."""
+    p = columns[0]
+    for key, t in zip(update.tensor_keys, columns[2:], strict=True):
+        if t.shape != p.shape or t.device != p.device:
+            raise RuntimeError(
+                f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter is now of shape "
+                f"{tuple(p.shape)} on {p.device}; move or remove optimizer.state[p] along with the parameter"
+            )
+    for key, t in zip(update.scalar_keys, scalars, strict=True):
+        if t.numel() != 1:
+            raise RuntimeError(f"state {key!r} must be one number, but it is of shape {tuple(t.shape)}")
+    if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
+            "cannot be updated one by one; clone it first"
+        )
 
 
 def _align(update: Update, member: Member) -> None:

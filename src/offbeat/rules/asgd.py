@@ -55,7 +55,7 @@ ASGD = Rule(
     ),
     slots=lambda h: (
         Slot("step", scalar=True),
-        Slot("eta", init=lambda h: h.lr, scalar=True),
+        Slot("eta", init=lambda h: h.lr, scalar=True, late=True),
         Slot("mu", init=1.0, scalar=True),
         Slot("ax"),
     ),

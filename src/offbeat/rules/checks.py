@@ -18,7 +18,7 @@ def require_number(label: str, value: Any) -> None:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(f"Tensor {label} must be 1-element, but it has shape {tuple(value.shape)}")
-    elif not isinstance(value, Real):
+    elif not isinstance(value, Real) and (isinstance(value, str) or not hasattr(value, "__float__")):
         raise TypeError(f"Invalid {label}: {value!r} (must be a number, not {type(value).__name__})")
 
 
@@ -69,7 +69,7 @@ def boolean(name: str, doc: str, default: bool = False) -> Hyper:
     """A switch."""
 
     def check(value: Any) -> None:
-        if not isinstance(value, (bool, int)):
+        if value is None or isinstance(value, str) or not hasattr(value, "__bool__"):
             raise TypeError(f"Invalid {name} value: {value!r} (must be True or False)")
 
     return Hyper(name, default, check, doc)
@@ -77,7 +77,7 @@ def boolean(name: str, doc: str, default: bool = False) -> Hyper:
 
 def pair(name: str, value: Any) -> None:
     """Raise unless ``value`` is a sequence of two."""
-    if not isinstance(value, (tuple, list)) or len(value) != 2:
+    if isinstance(value, str) or not hasattr(value, "__len__") or len(value) != 2:
         raise ValueError(f"Invalid {name}: {value!r} (must be a pair)")
 
 

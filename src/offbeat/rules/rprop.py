@@ -52,7 +52,7 @@ RPROP = Rule(
         Hyper("etas", (0.5, 1.2), check_etas, "factors by which a step size shrinks and grows"),
         Hyper("step_sizes", (1e-6, 50), check_step_sizes, "smallest and largest step size"),
     ),
-    slots=lambda h: (Slot("step", scalar=True), Slot("prev"), Slot("step_size", init=lambda h: float(h.lr))),
+    slots=lambda h: (Slot("step", scalar=True), Slot("prev"), Slot("step_size", init=lambda h: h.lr, late=True)),
     structure=lambda h: {"maximize": h.maximize},
     coefficients=coefficients,
     update=rprop,

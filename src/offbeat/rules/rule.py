@@ -55,11 +55,13 @@ class Slot:
         key: the name in ``optimizer.state[p]``, torch.optim's own.
         init: the value it starts from; a function of the hyperparameters where it depends on them.
         scalar: a 0-d tensor (a counter, a running product) instead of a tensor like the parameter.
+        late: what it starts from depends on hyperparameters as they are at the first step, not when it was allocated.
     """
 
     key: str
     init: float | Callable[[Values], Any] = 0.0
     scalar: bool = False
+    late: bool = False
 
     def initial(self, h: Values) -> Any:
         """The starting value under the hyperparameters ``h``."""
@@ -103,7 +105,8 @@ class Rule:
         sparse: what a sparse gradient means: ``"rows"`` updates the touched rows only, ``"dense"`` treats
             it as the dense gradient it stands for, or a sentence saying why it cannot be.
         first_step_differs: whether, under ``h``, a first step treats state otherwise than a later step treats the
-            same state in its initial values. Only for rules without a ``step`` slot to tell the two apart.
+            same state in its initial values. Only for rules without a ``step`` slot to tell the two apart; state
+            that is allocated early is then marked as not begun.
         fixed: group options that are not the user's to choose.
         eager_state: create state when the optimizer is built, as torch.optim's does.
         flags: the options of :data:`FLAGS` the class takes.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from offbeat.tiers.compiler import CompilerError, load, why_no_compiler
 from offbeat.tiers.layout import same_layout
@@ -31,10 +32,13 @@ ROWS_A_THREAD = 256
 class AddressBook:
     """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
 
-    All tensors are plain, dense and on the CPU; those in one row have the same shape and layout.
+    All tensors are plain, dense and on the CPU; those in one row have the same shape and layout. ``pinned`` are
+    further tensors that must stay where they are.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, columns: Sequence[Sequence[Tensor]], pinned: Sequence[Sequence[Tensor]] = ()) -> None:
+        self.pinned = [t for column in pinned for t in column]
+        self._pinned_at = array("q", [t.data_ptr() for t in self.pinned])
         self.columns = [list(column) for column in columns]
         rows = len(self.columns[0])
         self.tables = [array("q", bytes(8 * rows)) for _ in range(len(columns) + 1)]
@@ -52,7 +56,10 @@ class AddressBook:
             self._dtypes = array("q", [_dtype_code(column[0]) for column in self.columns])
             gradients, *others = [self.tables[1], self.tables[0], *self.tables[2:]]
             self._arguments = array("q", [rows, len(self.columns), id(None), id(Tensor), offset])
+            self._pinned_handles = array("q", [id(t) + offset for t in self.pinned])
             fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
+            fixed += [self._pinned_handles, self._pinned_at]
+            self._arguments.append(len(self.pinned))
             for table in (*fixed, *self._handles, *others):
                 self._arguments.append(table.buffer_info()[0])
             self._read = read
@@ -70,13 +77,27 @@ class AddressBook:
         if self._reader is not None:
             params = params if type(params) is list else list(params)
             given = grads if grads is None or type(grads) is list else list(grads)
-            threads = min(torch.get_num_threads(), len(params) // ROWS_A_THREAD)
-            count: int = self._read(params, given, self._arguments.buffer_info()[0], threads)
+            count: int = self._read(params, given, self._arguments.buffer_info()[0], self._threads())
             return None if count < 0 else count
         return self._read_slowly(params, [p.grad for p in params] if grads is None else grads)
 
+    def bump(self, active: Sequence[int] | None) -> None:
+        """Tell autograd that the rows read last (``active``: only these) are about to be written."""
+        library = _library() if self._reader is not None else None
+        if library is not None:
+            library[0].offbeat_bump(self._arguments.buffer_info()[0], self._threads())
+        elif active is None:
+            increment_version([t for column in self.columns for t in column])
+        else:
+            increment_version([column[i] for column in self.columns for i in active])
+
+    def _threads(self) -> int:
+        return min(torch.get_num_threads(), len(self.columns[0]) // ROWS_A_THREAD)
+
     def _read_slowly(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> int | None:
         if len(params) != len(self.columns[0]) or not all(map(is_, params, self.columns[0])):
+            return None
+        if [t.data_ptr() for t in self.pinned] != self._pinned_at.tolist():
             return None
         count = 0
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
@@ -84,6 +105,8 @@ class AddressBook:
                 self.tables[1][i] = 0
                 continue
             if type(g) is not Tensor or g.layout is not torch.strided or g.shape != p.shape:
+                return None
+            if g.is_neg() or g._is_zerotensor():
                 return None
             if g.dtype is not p.dtype or g.device != p.device or not same_layout(g, p):
                 return None
@@ -106,8 +129,6 @@ _SOURCE = """
 typedef long long i64;
 typedef struct _object PyObject;
 PyObject *PyList_GetItem(PyObject *, i64);
-PyObject *PyObject_Type(PyObject *);
-void Py_DecRef(PyObject *);
 i64 PyList_Size(PyObject *);
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 
@@ -117,14 +138,30 @@ static struct {
   int (*sizes)(void *, i64 **), (*strides)(void *, i64 **), (*data)(void *, void **);
   int (*defined)(void *, unsigned char *);
   void *(*gradient)(void *);
+  void (*bump)(void *);
+  /* Where a tensor keeps its dispatch keys and its Python object, and that its type; what keys a plain one has. */
+  i64 keys_at, object_at, type_at, plain_keys, tensor_type, parameter_type;
 } get;
+
+#define WORD(base, offset) (*(const i64 *)((const char *)(base) + (offset)))
+
+/* Whether the tensor is what its memory says: no subclass, no lazy sign or zero, no inference tensor. */
+static int plain(void *handle) {
+  const void *tensor = *(void **)handle;
+  if (WORD(tensor, get.keys_at) != get.plain_keys) return 0;
+  i64 object = WORD(tensor, get.object_at);
+  if (!object) return 1;
+  i64 type = WORD(object, get.type_at);
+  return type == get.tensor_type || type == get.parameter_type;
+}
 
 void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
 
 struct request {
-  i64 rows, columns, none, tensor_type, offset;
+  i64 rows, columns, none, tensor_type, offset, pinned;
   const i64 *starts, *metadata, *dtypes;
   i64 *gradients;
+  const i64 *pinned_handles, *pinned_at;
   i64 *tables[];  /* handles of each column, then the table of each column */
 };
 
@@ -133,6 +170,7 @@ static int fits(void *handle, i64 dtype, const i64 *expected, i64 *address) {
   int code;
   i64 dim, *sizes, *strides;
   void *data;
+  if (!plain(handle)) return 0;
   if (get.layout(handle, &code) || code != 0) return 0;
   if (get.dtype(handle, &code) || code != dtype) return 0;
   if (get.device(handle, &code) || code != 0) return 0;
@@ -158,10 +196,9 @@ static int read_row(const struct reading *reading, i64 i, i64 *count) {
     if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
   r->gradients[i] = 0;
   if (reading->gradients) {
-    PyObject *g = PyList_GetItem(reading->gradients, i), *type;
+    PyObject *g = PyList_GetItem(reading->gradients, i);
     if ((i64)g == r->none) return 1;
-    Py_DecRef(type = PyObject_Type(g));
-    if ((i64)type != r->tensor_type) return 0;
+    if (WORD(g, get.type_at) != get.tensor_type) return 0;
     gradient = (char *)g + r->offset;
   } else {
     unsigned char defined;
@@ -194,9 +231,32 @@ i64 offbeat_read(PyObject *params, PyObject *gradients, const struct request *r,
   if (PyList_Size(params) != r->rows || (reading.gradients && PyList_Size(gradients) != r->rows)) return -1;
   for (i64 i = 0; i < r->rows; ++i)
     if ((i64)PyList_GetItem(params, i) + r->offset != r->tables[0][i]) return -1;
+  for (i64 i = 0; i < r->pinned; ++i) {
+    void *data;
+    if (get.data((void *)r->pinned_handles[i], &data) || (i64)data != r->pinned_at[i]) return -1;
+  }
   if (threads > 1 && !reading.gradients) GOMP_parallel(worker, &reading, threads, 0);
   else worker(&reading);
   return reading.failed ? -1 : reading.count;
+}
+
+static void bump_worker(void *data) {
+  struct reading *reading = data;
+  const struct request *r = reading->request;
+  for (;;) {
+    i64 first = __atomic_fetch_add(&reading->next, 64, __ATOMIC_RELAXED);
+    if (first >= r->rows) return;
+    for (i64 i = first; i < first + 64 && i < r->rows; ++i)
+      if (r->gradients[i])
+        for (i64 c = 0; c < r->columns; ++c) get.bump((void *)r->tables[c][i]);
+  }
+}
+
+/* Tell autograd that the tensors of every row with a gradient are about to be written. */
+void offbeat_bump(const struct request *r, i64 threads) {
+  struct reading reading = {r, 0, 0, 0, 0};
+  if (threads > 1) GOMP_parallel(bump_worker, &reading, threads, 0);
+  else bump_worker(&reading);
 }
 
 i64 offbeat_dtype(i64 handle) { int code; return get.dtype((void *)handle, &code) ? -1 : code; }
@@ -218,14 +278,19 @@ def _library() -> tuple[Any, int] | None:
     if offset is None:
         return None
     library = ctypes.PyDLL(path)  # keeps the interpreter's lock: it works on Python objects
+    layout = _measure_layout(offset)
+    if layout is None:
+        return None
     try:
         functions = _torch_functions()
     except (AttributeError, OSError):
         return None
+    functions.extend((*layout, id(Tensor), id(torch.nn.Parameter)))
     library.offbeat_bind.argtypes, library.offbeat_bind.restype = (ctypes.c_void_p,), None
     library.offbeat_bind(functions.buffer_info()[0])
     library.offbeat_read.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p, ctypes.c_int64)
     library.offbeat_read.restype = ctypes.c_int64
+    library.offbeat_bump.argtypes, library.offbeat_bump.restype = (ctypes.c_void_p, ctypes.c_int64), None
     for name in ("offbeat_dtype", "offbeat_address", "offbeat_gradient"):
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
@@ -251,6 +316,8 @@ def _torch_functions() -> array[int]:
     functions = [getattr(torch_library, f"aoti_torch_get_{name}") for name in names]
     functions.append(torch_library.aoti_torch_is_defined)
     functions.append(torch_library._ZNK3c1010TensorImpl4gradEv)  # c10::TensorImpl::grad() const
+    # torch::autograd::impl::bump_version(const at::Tensor &); throws for inference tensors only, which are not plain
+    functions.append(torch_library._ZN5torch8autograd4impl12bump_versionERKN2at6TensorE)
     return array("q", [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions])
 
 
@@ -261,6 +328,45 @@ def _handle_offset() -> int | None:
         if all(ctypes.c_int64.from_address(id(t) + offset).value == t._cdata for t in probes):
             return offset
     return None
+
+
+class _Odd(Tensor):
+    """A subclass, to see how one differs."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return NotImplemented
+
+
+def _words(address: int, end: int) -> dict[int, int]:
+    return {at: ctypes.c_int64.from_address(address + at).value for at in range(0, end, 8)}
+
+
+def _measure_layout(offset: int) -> tuple[int, int, int, int] | None:
+    """Where a tensor keeps its dispatch keys and its Python object, and an object its type; and plain tensors' keys.
+
+    Found by comparing tensors that differ in just that. None if it is not clear-cut.
+    """
+    # Shapes, values and gradients differ, so that only what all plain tensors share is left.
+    plain = [torch.zeros(3), torch.ones(2, 5), torch.nn.Parameter(torch.zeros(4)), torch.zeros(6)[1:].view(5, 1)]
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    odd = [
+        torch._neg_view(torch.zeros(3)),
+        torch._efficientzerotensor((3,)),
+        torch.zeros(3).as_subclass(_Odd),
+        inference,
+    ]
+    size = 192  # no tensor is smaller
+    common = _words(plain[0]._cdata, size)
+    for t in plain[1:]:
+        common = {at: word for at, word in _words(t._cdata, size).items() if common.get(at) == word}
+    keys = [at for at, word in common.items() if all(_words(t._cdata, size)[at] != word for t in odd)]
+    objects = [at for at in range(0, size, 8) if all(_words(t._cdata, size)[at] == id(t) for t in plain)]
+    types = [at for at in range(0, offset, 8) if all(_words(id(t), offset)[at] == id(type(t)) for t in plain)]
+    if len(keys) != 1 or len(objects) != 1 or len(types) != 1:
+        return None
+    return keys[0], objects[0], types[0], common[keys[0]]
 
 
 def _reader() -> tuple[Any, int] | None:

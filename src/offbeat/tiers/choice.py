@@ -51,7 +51,7 @@ def choose(rule: Rule, h: Values, program: Program | None, tensors: list[Tensor]
     why_not = _why_not_compiled(program, tensors)
     if why_not is None:
         return Choice("fused", "the fastest for these tensors")
-    if not is_dense(p):
+    if not is_dense(p) or not _has_storage(p):
         return Choice("loop", why_not)
     return Choice("foreach", why_not)
 
@@ -82,9 +82,18 @@ def _why_not_compiled(program: Program, tensors: list[Tensor]) -> str | None:
             return f"no kernel for {t.dtype}"
     if not is_dense(tensors[0]):
         return "the parameter has gaps in memory"
+    if not all(map(_has_storage, tensors)):
+        return "a tensor has no memory of its own"
     dtypes = tuple(t.dtype for t in tensors)
     kernel = _kernel_or_reason(program, dtypes, compute_dtype(tensors), why_no_compiler())
     return None if isinstance(kernel, CpuKernel) else kernel
+
+
+def _has_storage(t: Tensor) -> bool:
+    try:
+        return t.data_ptr() != 0 or t.numel() == 0
+    except RuntimeError:  # one of functorch's, say
+        return False
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,16 +1,18 @@
 """Turns a kernel's C source into a loaded library, once per machine.
 
 Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory) under a name
-made from the source, the compiler and the processor. No compiler is needed where every kernel is cached.
+made from the source, the compiler and the processor.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -30,10 +32,12 @@ class CompilerError(RuntimeError):
 
 
 @functools.cache
-def find_compiler() -> str | None:
-    """The C compiler: ``$CC`` if set, else the first of cc, gcc and clang."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next((found for name in names if (found := shutil.which(name))), None)
+def find_compiler() -> tuple[str, ...] | None:
+    """The C compiler's command: ``$CC`` if set (it may have arguments), else the first of cc, gcc and clang."""
+    if given := shlex.split(os.environ.get("CC", "")):
+        found = shutil.which(given[0])
+        return (found, *given[1:]) if found else None
+    return next(((found,) for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
 
 
 def why_no_compiler() -> str | None:
@@ -43,15 +47,15 @@ def why_no_compiler() -> str | None:
     if sys.platform == "win32":
         return "compiled kernels are not supported on Windows"
     if find_compiler() is None:
-        return "no C compiler (cc, gcc or clang) was found; install one, or set CC"
+        wanted = os.environ.get("CC") or "cc, gcc or clang"
+        return f"no C compiler ({wanted}) was found; install one, or set CC"
     return None
 
 
 @functools.cache
 def _fingerprint() -> str:
     """Compiler and processor: a library built by or for another is not reused."""
-    compiler = find_compiler() or ""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS).stdout
+    version = _run([*(find_compiler() or ()), "--version"]).stdout
     try:
         cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         cpu = "\n".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features")))
@@ -65,10 +69,13 @@ def cache_directory() -> Path:
     if configured := os.environ.get("OFFBEAT_CACHE_DIR"):
         directory = Path(configured)
     else:
-        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
+        try:
+            directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
+        except RuntimeError:  # nobody knows where this user is at home
+            return _private_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mine = directory.stat().st_uid == os.getuid() and not directory.stat().st_mode & stat.S_IWOTH
+        mine = directory.stat().st_uid == os.getuid() and not directory.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)
         if mine and os.access(directory, os.W_OK):
             return directory
     except OSError:
@@ -78,7 +85,9 @@ def cache_directory() -> Path:
 
 @functools.cache
 def _private_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="offbeat-"))
+    directory = tempfile.mkdtemp(prefix="offbeat-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -108,6 +117,13 @@ def load(source: str) -> ctypes.CDLL:
 def _build(source: str, path: Path, own_threads: bool) -> None:
     compiler = find_compiler()
     assert compiler is not None
+    try:
+        _build_in(compiler, source, path, own_threads)
+    except OSError as error:
+        raise CompilerError(f"a kernel could not be written to {path.parent}: {error}") from error
+
+
+def _build_in(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as work:
         code, obj, lib = (Path(work) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
         code.write_text(source)
@@ -115,13 +131,17 @@ def _build(source: str, path: Path, own_threads: bool) -> None:
         # both share one set of threads. Only where torch exports none does the kernel bring its own.
         link = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
         for command in (
-            [compiler, *OPTIONS, "-c", str(code), "-o", str(obj)],
-            [compiler, *link, str(obj), "-o", str(lib), *(["-fopenmp"] if own_threads else [])],
+            [*compiler, *OPTIONS, "-c", str(code), "-o", str(obj)],
+            [*compiler, *link, str(obj), "-o", str(lib), *(["-fopenmp"] if own_threads else [])],
         ):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise CompilerError(f"{compiler} did not run: {error}") from error
+            done = _run(command)
             if done.returncode:
-                raise CompilerError(f"{compiler} failed on a kernel: {done.stderr.strip()[-2000:]}")
+                raise CompilerError(f"{' '.join(compiler)} failed on a kernel: {done.stderr.strip()[-2000:]}")
         os.replace(lib, path)
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilerError(f"{command[0]} did not run: {error}") from error
