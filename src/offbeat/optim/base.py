@@ -105,29 +105,38 @@ class RuleOptimizer(Optimizer):
             self._own_state()
             if not self._unscale(work):
                 return
-            first, again = _without_repeats(work)
-            updates = [self._prepare(*item) for item in first]
+            again: list[Work] = []
+            updates = [self._prepare(*item, again) for item in work]
             for update in updates:
                 update.commit()
             for update in updates:
                 update.run()
-            for (group, params, _), update in zip(first, updates, strict=True):
+            for (group, params, _), update in zip(work, updates, strict=True):
                 if isinstance(update, Update) and params is group["params"]:
                     self._remember(group, update)
             for item in again:
-                update = self._prepare(*item)
+                update = self._prepare(*item, [])
                 update.commit()
                 update.run()
 
     def _prepare(
-        self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None] | None,
+        again: list[Work],
     ) -> Update | PlannedUpdate:
+        """Check the work and get it ready; what must wait until it is done goes to ``again``."""
         whole = {**FLAGS, **group}
         plan = self._plans.get(id(group)) if params is group["params"] else None
         planned = plan.prepare(whole, grads, self._own_state()) if plan is not None else None
         if planned is not None:
             return planned
         grads = [p.grad for p in params] if grads is None else grads
+        if len(set(map(id, params))) < len(params):
+            layers = _layers(params, grads)
+            params, grads = layers[0]
+            again.extend((group, *layer) for layer in layers[1:])
         return prepare(self.rule, whole, params, grads, self._own_state())
 
     def _own_state(self) -> State:
@@ -153,7 +162,7 @@ class RuleOptimizer(Optimizer):
             return False
         if scale is not None:
             for item in work:  # what would fail must fail before the gradients are divided
-                self._prepare(*item)
+                self._prepare(*item, [])
             gradients = [[p.grad for p in params] if grads is None else grads for _, params, grads in work]
             torch._foreach_div_([local(g) for group in gradients for g in group if g is not None], scale.item())
         return True
@@ -252,24 +261,17 @@ class RuleOptimizer(Optimizer):
         return text.removesuffix(")") + "\n".join(lines) + "\n)"
 
 
-def _without_repeats(work: Sequence[Work]) -> tuple[list[Work], list[Work]]:
-    """The work with each parameter once, and what is left: torch.optim updates a repeated one again, in order."""
-    first: list[Work] = []
-    again: list[Work] = []
-    for group, params, grads in work:
-        if len(set(map(id, params))) == len(params):
-            first.append((group, params, grads))
-            continue
-        rest = list(zip(params, [p.grad for p in params] if grads is None else grads, strict=True))
-        layers: list[list[tuple[Tensor, Tensor | None]]] = []
-        for p, g in rest:
-            layer = next((x for x in layers if all(q is not p for q, _ in x)), None)
-            if layer is None:
-                layers.append(layer := [])
-            layer.append((p, g))
-        for i, layer in enumerate(layers):
-            (again if i else first).append((group, [p for p, _ in layer], [g for _, g in layer]))
-    return first, again
+def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor | None]]]:
+    """Lists without repeats: torch.optim updates a parameter that stands in a group twice, two times in a row."""
+    layers: list[tuple[list[Tensor], list[Tensor | None]]] = []
+    seen: dict[int, int] = {}
+    for p, g in zip(params, grads, strict=True):
+        depth = seen[id(p)] = seen.get(id(p), -1) + 1
+        if depth == len(layers):
+            layers.append(([], []))
+        layers[depth][0].append(p)
+        layers[depth][1].append(g)
+    return layers
 
 
 def _check_flags(options: dict[str, Any]) -> None:
