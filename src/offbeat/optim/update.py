@@ -16,20 +16,20 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat.errors import CaptureError
-from offbeat.optim.gradients import check_gradient, is_dtensor, local, local_gradient
+from offbeat.optim.gradients import check_gradient, local
+from offbeat.optim.members import Member, align, make_member
 from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
 from offbeat.optim.state import State, is_unbegun, new_state
 from offbeat.rules.rule import Rule, Slot, Values
-from offbeat.tiers.choice import Choice, choose
+from offbeat.tiers.choice import choose
 from offbeat.tiers.foreach import run_foreach
 from offbeat.tiers.fused import cpu_kernel
-from offbeat.tiers.layout import compute_dtype, match_layout
+from offbeat.tiers.layout import compute_dtype
 from offbeat.tiers.loop import run_loop
 from offbeat.tiers.trace import Program, trace
 
 __all__ = ["Update", "hyperparameters", "prepare", "program_for"]
 
-_SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
 
 
@@ -43,20 +43,6 @@ def hyperparameters(group: dict[str, Any]) -> Values:
         elif name == "betas" and any(isinstance(b, Tensor) for b in value):
             setattr(h, name, tuple(b.squeeze() if symbolic else b.item() for b in value))
     return h
-
-
-@dataclass
-class Member:
-    """One parameter of an update."""
-
-    param: Tensor
-    columns: list[Tensor]  # p, g, then the state tensors, as the tiers take them
-    scalars: list[Tensor]  # the stored scalars, in the slots' order
-    fresh: bool  # its state has not seen a step
-    simple: bool  # its columns are its own tensors, or their local shards: nothing was copied or viewed
-    distributed: bool
-    rows: tuple[Tensor, ...] | None = None  # the rows a sparse gradient touches
-    choice: Choice = _SPARSE
 
 
 @dataclass
@@ -214,7 +200,7 @@ def prepare(
     marked = rule.first_step_differs(h)
     for (p, g), entry in zip(given, entries, strict=True):
         fresh = id(p) in newborn or (marked and all(is_unbegun(local(entry[key])) for key in update.tensor_keys))
-        update.members.append(_member(update, p, g, entry, fresh))
+        update.members.append(make_member(update, p, g, entry, fresh))
     update.work_out()
     if update.members and not update.symbolic:
         update.program = program_for(rule, h)
@@ -222,7 +208,7 @@ def prepare(
         if member.rows is None:
             member.choice = choose(rule, h, update.program, member.columns)
             if member.choice.tier in ("fused", "native"):
-                _align(update, member)
+                align(update, member)
     return update
 
 
@@ -237,81 +223,6 @@ def program_for(rule: Rule, h: Values) -> Program:
     keys = tuple(slot.key for slot in rule.slots(h) if not slot.scalar)
     names = tuple(_sample_coefficients(rule, h))
     return trace(rule.update, keys, names, tuple(sorted(rule.structure(h).items())))
-
-
-def _member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: bool) -> Member:
-    h = update.h
-    scalars = [entry[key] for key in update.scalar_keys]
-    if h.differentiable and any(
-        t.requires_grad for k, t in zip(update.scalar_keys, scalars, strict=True) if k == "step"
-    ):
-        raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
-    if h.differentiable and p.is_leaf and p.requires_grad:
-        raise RuntimeError(
-            "a leaf Variable that requires grad is being used in an in-place operation: with differentiable=True "
-            "pass parameters that are not leaves, such as p.clone()"
-        )
-    distributed = is_dtensor(p)
-    gradient = local_gradient(p, g) if distributed else g
-    columns = [local(p), gradient, *(local(entry[key]) for key in update.tensor_keys)]
-    _check_columns(update, columns, scalars)
-    rows = None
-    if gradient.layout != torch.strided:
-        if update.rule.sparse(h) == "dense":
-            columns[1] = gradient.to_dense()
-        else:
-            gradient = gradient.coalesce()
-            rows, columns[1] = tuple(gradient.indices()), gradient.values()
-    elif gradient._is_zerotensor():
-        columns[1] = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
-    columns[1] = columns[1].resolve_neg()
-    columns[2:] = [t.to_dense() if t.layout != torch.strided else t for t in columns[2:]]
-    if columns[0].is_complex() and rows is None:
-        columns = [torch.view_as_real(t.resolve_conj()) for t in columns]
-    own = [local(p), local(g)] if distributed else [p, g]
-    simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
-    return Member(p, columns, scalars, fresh, simple, distributed, rows)
-
-
-def _check_columns(update: Update, columns: list[Tensor], scalars: list[Tensor]) -> None:
-    """Raise unless state fits the parameter as it is now, and the parameter can be written to."""
-    p = columns[0]
-    for key, t in zip(update.tensor_keys, columns[2:], strict=True):
-        if t.shape != p.shape or t.device != p.device:
-            raise RuntimeError(
-                f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter is now of shape "
-                f"{tuple(p.shape)} on {p.device}; move or remove optimizer.state[p] along with the parameter"
-            )
-    for key, t in zip(update.scalar_keys, scalars, strict=True):
-        if t.numel() != 1:
-            raise RuntimeError(f"state {key!r} must be one number, but it is of shape {tuple(t.shape)}")
-    if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
-        raise RuntimeError(
-            f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
-            "cannot be updated one by one; clone it first"
-        )
-
-
-def _align(update: Update, member: Member) -> None:
-    """Give all columns the parameter's layout: a gradient by a copy, state for good."""
-    p = member.columns[0]
-    for i, t in enumerate(member.columns[1:], start=1):
-        aligned = match_layout(t, p)
-        if aligned is t:
-            continue
-        member.columns[i] = aligned
-        member.simple = False
-        if i > 1:
-            _replace_state(update, member.param, update.tensor_keys[i - 2], aligned)
-
-
-def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> None:
-    if param.is_complex():
-        value = torch.view_as_complex(value)
-    if is_dtensor(param):
-        old = update.state[param][key]
-        value = type(old).from_local(value, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
-    update.created.append((param, key, value))
 
 
 def run_kernel(

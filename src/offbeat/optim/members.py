@@ -1,0 +1,110 @@
+"""One parameter of an update: its tensors checked, unwrapped and brought into the form the tiers take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offbeat.optim.gradients import is_dtensor, local, local_gradient
+from offbeat.tiers.choice import Choice
+from offbeat.tiers.layout import match_layout
+
+if TYPE_CHECKING:
+    from offbeat.optim.update import Update
+
+__all__ = ["Member", "align", "make_member"]
+
+_SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
+
+
+@dataclass
+class Member:
+    """One parameter of an update."""
+
+    param: Tensor
+    columns: list[Tensor]  # p, g, then the state tensors, as the tiers take them
+    scalars: list[Tensor]  # the stored scalars, in the slots' order
+    fresh: bool  # its state has not seen a step
+    simple: bool  # its columns are its own tensors, or their local shards: nothing was copied or viewed
+    distributed: bool
+    rows: tuple[Tensor, ...] | None = None  # the rows a sparse gradient touches
+    choice: Choice = _SPARSE
+
+
+def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: bool) -> Member:
+    """Check a parameter with its gradient and state, and unwrap them. Raises before anything has changed."""
+    h = update.h
+    scalars = [entry[key] for key in update.scalar_keys]
+    if h.differentiable and any(
+        t.requires_grad for k, t in zip(update.scalar_keys, scalars, strict=True) if k == "step"
+    ):
+        raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
+    if h.differentiable and p.is_leaf and p.requires_grad:
+        raise RuntimeError(
+            "a leaf Variable that requires grad is being used in an in-place operation: with differentiable=True "
+            "pass parameters that are not leaves, such as p.clone()"
+        )
+    distributed = is_dtensor(p)
+    gradient = local_gradient(p, g) if distributed else g
+    columns = [local(p), gradient, *(local(entry[key]) for key in update.tensor_keys)]
+    _check_columns(update, columns, scalars)
+    rows = None
+    if gradient.layout != torch.strided:
+        if update.rule.sparse(h) == "dense":
+            columns[1] = gradient.to_dense()
+        else:
+            gradient = gradient.coalesce()
+            rows, columns[1] = tuple(gradient.indices()), gradient.values()
+    elif gradient._is_zerotensor():
+        columns[1] = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
+    columns[1] = columns[1].resolve_neg()
+    columns[2:] = [t.to_dense() if t.layout != torch.strided else t for t in columns[2:]]
+    if columns[0].is_complex() and rows is None:
+        columns = [torch.view_as_real(t.resolve_conj()) for t in columns]
+    own = [local(p), local(g)] if distributed else [p, g]
+    simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
+    return Member(p, columns, scalars, fresh, simple, distributed, rows)
+
+
+def _check_columns(update: Update, columns: list[Tensor], scalars: list[Tensor]) -> None:
+    """Raise unless state fits the parameter as it is now, and the parameter can be written to."""
+    p = columns[0]
+    for key, t in zip(update.tensor_keys, columns[2:], strict=True):
+        if t.shape != p.shape or t.device != p.device:
+            raise RuntimeError(
+                f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter is now of shape "
+                f"{tuple(p.shape)} on {p.device}; move or remove optimizer.state[p] along with the parameter"
+            )
+    for key, t in zip(update.scalar_keys, scalars, strict=True):
+        if t.numel() != 1:
+            raise RuntimeError(f"state {key!r} must be one number, but it is of shape {tuple(t.shape)}")
+    if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+        raise RuntimeError(
+            f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
+            "cannot be updated one by one; clone it first"
+        )
+
+
+def align(update: Update, member: Member) -> None:
+    """Give all columns the parameter's layout: a gradient by a copy, state for good."""
+    p = member.columns[0]
+    for i, t in enumerate(member.columns[1:], start=1):
+        aligned = match_layout(t, p)
+        if aligned is t:
+            continue
+        member.columns[i] = aligned
+        member.simple = False
+        if i > 1:
+            _replace_state(update, member.param, update.tensor_keys[i - 2], aligned)
+
+
+def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> None:
+    if param.is_complex():
+        value = torch.view_as_complex(value)
+    if is_dtensor(param):
+        old = update.state[param][key]
+        value = type(old).from_local(value, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
+    update.created.append((param, key, value))

@@ -1,0 +1,144 @@
+"""The C source that reads and checks the addresses of many tensors; see :mod:`offbeat.tiers.addresses`."""
+
+from __future__ import annotations
+
+__all__ = ["SOURCE"]
+
+SOURCE = """
+typedef long long i64;
+typedef struct _object PyObject;
+PyObject *PyList_GetItem(PyObject *, i64);
+i64 PyList_Size(PyObject *);
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
+
+/* torch's stable C interface, and what a tensor's gradient is; the addresses of the functions are handed in. */
+static struct {
+  int (*layout)(void *, int *), (*dtype)(void *, int *), (*device)(void *, int *), (*dim)(void *, i64 *);
+  int (*sizes)(void *, i64 **), (*strides)(void *, i64 **), (*data)(void *, void **);
+  int (*defined)(void *, unsigned char *);
+  void *(*gradient)(void *);
+  void (*bump)(void *);
+  /* Where a tensor keeps its dispatch keys and its Python object, and that its type; what keys a plain one has. */
+  i64 keys_at, object_at, type_at, plain_keys, tensor_type, parameter_type;
+} get;
+
+#define WORD(base, offset) (*(const i64 *)((const char *)(base) + (offset)))
+
+/* Whether the tensor is what its memory says: no subclass, no lazy sign or zero, no inference tensor. */
+static int plain(void *handle) {
+  const void *tensor = *(void **)handle;
+  if (WORD(tensor, get.keys_at) != get.plain_keys) return 0;
+  i64 object = WORD(tensor, get.object_at);
+  if (!object) return 1;
+  i64 type = WORD(object, get.type_at);
+  return type == get.tensor_type || type == get.parameter_type;
+}
+
+void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
+
+struct request {
+  i64 rows, columns, none, tensor_type, offset, pinned;
+  const i64 *starts, *metadata, *dtypes;
+  i64 *gradients;
+  const i64 *pinned_handles, *pinned_at;
+  i64 *tables[];  /* handles of each column, then the table of each column */
+};
+
+/* Whether the tensor is strided, on the CPU, and has this dtype, shape and layout; its address if so. */
+static int fits(void *handle, i64 dtype, const i64 *expected, i64 *address) {
+  int code;
+  i64 dim, *sizes, *strides;
+  void *data;
+  if (!plain(handle)) return 0;
+  if (get.layout(handle, &code) || code != 0) return 0;
+  if (get.dtype(handle, &code) || code != dtype) return 0;
+  if (get.device(handle, &code) || code != 0) return 0;
+  if (get.dim(handle, &dim) || dim != expected[0]) return 0;
+  if (get.sizes(handle, &sizes) || get.strides(handle, &strides)) return 0;
+  i64 elements = 1;
+  for (i64 d = 0; d < dim; ++d) {
+    if (sizes[d] != expected[1 + d] || (sizes[d] != 1 && strides[d] != expected[1 + dim + d])) return 0;
+    elements *= sizes[d];
+  }
+  if (get.data(handle, &data) || (!data && elements)) return 0;
+  *address = (i64)data;
+  return 1;
+}
+
+struct reading { const struct request *request; PyObject *gradients; i64 next, count, failed; };
+
+static int read_row(const struct reading *reading, i64 i, i64 *count) {
+  const struct request *r = reading->request;
+  const i64 *expected = r->metadata + r->starts[i];
+  void *gradient;
+  for (i64 c = 0; c < r->columns; ++c)
+    if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
+  r->gradients[i] = 0;
+  if (reading->gradients) {
+    PyObject *g = PyList_GetItem(reading->gradients, i);
+    if ((i64)g == r->none) return 1;
+    if (WORD(g, get.type_at) != get.tensor_type) return 0;
+    gradient = (char *)g + r->offset;
+  } else {
+    unsigned char defined;
+    gradient = get.gradient(*(void **)r->tables[0][i]);
+    if (get.defined(gradient, &defined)) return 0;
+    if (!defined) return 1;
+  }
+  if (!fits(gradient, r->dtypes[0], expected, &r->gradients[i])) return 0;
+  if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
+  ++*count;
+  return 1;
+}
+
+static void worker(void *data) {
+  struct reading *reading = data;
+  i64 rows = reading->request->rows, count = 0;
+  while (!__atomic_load_n(&reading->failed, __ATOMIC_RELAXED)) {
+    i64 first = __atomic_fetch_add(&reading->next, 64, __ATOMIC_RELAXED);
+    if (first >= rows) break;
+    for (i64 i = first; i < first + 64 && i < rows; ++i)
+      if (!read_row(reading, i, &count)) { __atomic_store_n(&reading->failed, 1, __ATOMIC_RELAXED); break; }
+  }
+  __atomic_fetch_add(&reading->count, count, __ATOMIC_RELAXED);
+}
+
+/* The number of gradients, or -1 if a tensor is not as it was. Without a list of gradients they are those the
+   parameters have; no Python object is looked at then, and several threads share the work. */
+i64 offbeat_read(PyObject *params, PyObject *gradients, const struct request *r, i64 threads) {
+  struct reading reading = {r, (i64)gradients == r->none ? 0 : gradients, 0, 0, 0};
+  if (PyList_Size(params) != r->rows || (reading.gradients && PyList_Size(gradients) != r->rows)) return -1;
+  for (i64 i = 0; i < r->rows; ++i)
+    if ((i64)PyList_GetItem(params, i) + r->offset != r->tables[0][i]) return -1;
+  for (i64 i = 0; i < r->pinned; ++i) {
+    void *data;
+    if (get.data((void *)r->pinned_handles[i], &data) || (i64)data != r->pinned_at[i]) return -1;
+  }
+  if (threads > 1 && !reading.gradients) GOMP_parallel(worker, &reading, threads, 0);
+  else worker(&reading);
+  return reading.failed ? -1 : reading.count;
+}
+
+static void bump_worker(void *data) {
+  struct reading *reading = data;
+  const struct request *r = reading->request;
+  for (;;) {
+    i64 first = __atomic_fetch_add(&reading->next, 64, __ATOMIC_RELAXED);
+    if (first >= r->rows) return;
+    for (i64 i = first; i < first + 64 && i < r->rows; ++i)
+      if (r->gradients[i])
+        for (i64 c = 0; c < r->columns; ++c) get.bump((void *)r->tables[c][i]);
+  }
+}
+
+/* Tell autograd that the tensors of every row with a gradient are about to be written. */
+void offbeat_bump(const struct request *r, i64 threads) {
+  struct reading reading = {r, 0, 0, 0, 0};
+  if (threads > 1) GOMP_parallel(bump_worker, &reading, threads, 0);
+  else bump_worker(&reading);
+}
+
+i64 offbeat_dtype(i64 handle) { int code; return get.dtype((void *)handle, &code) ? -1 : code; }
+i64 offbeat_address(i64 handle) { void *p; return get.data((void *)handle, &p) ? -1 : (i64)p; }
+i64 offbeat_gradient(i64 handle) { return *(i64 *)get.gradient(*(void **)handle); }
+"""
