@@ -13,12 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import eps, learning_rate, number, weight_decay
+from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-def structure(h: Values) -> dict[str, bool]:
-    return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -26,10 +23,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
 
 
 def adadelta(p, g, square_avg, acc_delta, *, lr, rho, rest, eps, weight_decay, maximize, decay):  # type: ignore[no-untyped-def]
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     square_avg = rho * square_avg + rest * (g * g)
     delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
     acc_delta = rho * acc_delta + rest * (delta * delta)
@@ -45,7 +39,7 @@ ADADELTA = Rule(
         weight_decay(0),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("square_avg"), Slot("acc_delta")),
-    structure=structure,
+    structure=plain_decay,
     coefficients=coefficients,
     update=adadelta,
     positional=("foreach",),

@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from offbeat.rules.checks import eps, learning_rate, number, weight_decay
+from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-def structure(h: Values) -> dict[str, bool]:
-    return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -29,10 +26,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
 
 
 def adagrad(p, g, sum, *, weight_decay, step_size, eps, maximize, decay):  # type: ignore[no-untyped-def]
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     sum = sum + g * g
     return p - step_size * (g / (sqrt(sum) + eps)), sum
 
@@ -60,7 +54,7 @@ ADAGRAD = Rule(
         eps(1e-10),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("sum", init=lambda h: h.initial_accumulator_value)),
-    structure=structure,
+    structure=plain_decay,
     coefficients=coefficients,
     update=adagrad,
     sparse=sparse,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, weight_decay
+from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import maximum, sqrt
 from offbeat.rules.rule import Rule, Slot, Values
 
@@ -36,17 +37,8 @@ def check(h: Values) -> None:
 
 
 def slots(h: Values) -> tuple[Slot, ...]:
-    moments = (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq"))
-    return (*moments, Slot("max_exp_avg_sq")) if h.amsgrad else moments
-
-
-def structure(h: Values) -> dict[str, bool]:
-    decay = h.weight_decay != 0
-    return {
-        "maximize": h.maximize,
-        "decay": decay and not h.decoupled_weight_decay,
-        "shrink": decay and h.decoupled_weight_decay,
-    }
+    always = (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq"))
+    return (*always, Slot("max_exp_avg_sq")) if h.amsgrad else always
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -67,14 +59,10 @@ def adam(  # type: ignore[no-untyped-def]
     p, g, exp_avg, exp_avg_sq, max_exp_avg_sq=None, *, weight_decay, remains, rest1, beta2, rest2, step_size,
     correction2, eps, maximize, decay, shrink,
 ):  # fmt: skip
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
-    if shrink:
-        p = remains * p
-    exp_avg = exp_avg + rest1 * (g - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g)
+    p, g = decayed(
+        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
+    )  # fmt: skip
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
     if max_exp_avg_sq is None:
         return p - step_size * (exp_avg / (sqrt(exp_avg_sq) / correction2 + eps)), exp_avg, exp_avg_sq
     max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
@@ -102,7 +90,7 @@ ADAM = Rule(
         boolean("decoupled_weight_decay", "decay the parameter instead of the gradient, as AdamW"),
     ),
     slots=slots,
-    structure=structure,
+    structure=decoupling,
     coefficients=coefficients,
     update=adam,
     check=check,

@@ -12,12 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import betas, eps, learning_rate, weight_decay
+from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-def structure(h: Values) -> dict[str, bool]:
-    return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -32,10 +29,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
 
 
 def adamax(p, g, exp_avg, exp_inf, *, weight_decay, rest1, beta2, step_size, eps, maximize, decay):  # type: ignore[no-untyped-def]
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     exp_avg = exp_avg + rest1 * (g - exp_avg)
     exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
     return p - step_size * (exp_avg / exp_inf), exp_avg, exp_inf
@@ -50,7 +44,7 @@ ADAMAX = Rule(
         weight_decay(0),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_inf")),
-    structure=structure,
+    structure=plain_decay,
     coefficients=coefficients,
     update=adamax,
     positional=("foreach",),

@@ -16,12 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import anything, learning_rate, weight_decay
+from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-def structure(h: Values) -> dict[str, bool]:
-    return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def advance(h: Values, s: Values) -> dict[str, Any]:
@@ -36,10 +33,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
 
 
 def asgd(p, g, ax, *, remains, eta, mu, weight_decay, maximize, decay):  # type: ignore[no-untyped-def]
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     p = remains * p - eta * g
     return p, ax + mu * (p - ax)
 
@@ -59,7 +53,7 @@ ASGD = Rule(
         Slot("mu", init=1.0, scalar=True),
         Slot("ax"),
     ),
-    structure=structure,
+    structure=plain_decay,
     advance=advance,
     advance_first=False,
     coefficients=coefficients,

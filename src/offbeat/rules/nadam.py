@@ -14,21 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, number, weight_decay
+from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import sqrt
 from offbeat.rules.rule import Rule, Slot, Values
 
 
 def momentum_at(h: Values, step: Any) -> Any:
     return h.betas[0] * (1.0 - 0.5 * (0.96 ** (step * h.momentum_decay)))
-
-
-def structure(h: Values) -> dict[str, bool]:
-    decay = h.weight_decay != 0
-    return {
-        "maximize": h.maximize,
-        "decay": decay and not h.decoupled_weight_decay,
-        "shrink": decay and h.decoupled_weight_decay,
-    }
 
 
 def advance(h: Values, s: Values) -> dict[str, Any]:
@@ -55,14 +47,10 @@ def nadam(  # type: ignore[no-untyped-def]
     p, g, exp_avg, exp_avg_sq, *, weight_decay, remains, rest1, beta2, rest2, correction2, eps, towards_gradient,
     towards_average, maximize, decay, shrink,
 ):  # fmt: skip
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
-    if shrink:
-        p = remains * p
-    exp_avg = exp_avg + rest1 * (g - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g)
+    p, g = decayed(
+        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
+    )  # fmt: skip
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
     denominator = sqrt(exp_avg_sq / correction2) + eps
     return p - (towards_gradient * g + towards_average * exp_avg) / denominator, exp_avg, exp_avg_sq
 
@@ -83,7 +71,7 @@ NADAM = Rule(
         Slot("exp_avg"),
         Slot("exp_avg_sq"),
     ),
-    structure=structure,
+    structure=decoupling,
     advance=advance,
     coefficients=coefficients,
     update=nadam,

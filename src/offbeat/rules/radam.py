@@ -15,17 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, weight_decay
+from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import maximum, sqrt, where
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-def structure(h: Values) -> dict[str, bool]:
-    decay = h.weight_decay != 0
-    return {
-        "maximize": h.maximize,
-        "decay": decay and not h.decoupled_weight_decay,
-        "shrink": decay and h.decoupled_weight_decay,
-    }
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -58,14 +50,10 @@ def radam(  # type: ignore[no-untyped-def]
     p, g, exp_avg, exp_avg_sq, *, weight_decay, remains, rest1, beta2, rest2, eps, rectified, plain_size,
     adaptive_size, maximize, decay, shrink,
 ):  # fmt: skip
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
-    if shrink:
-        p = remains * p
-    exp_avg = exp_avg + rest1 * (g - exp_avg)
-    exp_avg_sq = beta2 * exp_avg_sq + rest2 * (g * g)
+    p, g = decayed(
+        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
+    )  # fmt: skip
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
     adaptive = adaptive_size * (exp_avg / (sqrt(exp_avg_sq) + eps))
     return p - where(rectified > 0, adaptive, plain_size * exp_avg), exp_avg, exp_avg_sq
 
@@ -80,7 +68,7 @@ RADAM = Rule(
         boolean("decoupled_weight_decay", "decay the parameter instead of the gradient, as AdamW"),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq")),
-    structure=structure,
+    structure=decoupling,
     coefficients=coefficients,
     update=radam,
 )

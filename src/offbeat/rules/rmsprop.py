@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from offbeat.rules.checks import boolean, eps, learning_rate, number, weight_decay
+from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
 from offbeat.rules.rule import Rule, Slot, Values
 
@@ -22,10 +23,6 @@ def slots(h: Values) -> tuple[Slot, ...]:
     momentum = (Slot("momentum_buffer"),) if h.momentum > 0 else ()
     centered = (Slot("grad_avg"),) if h.centered else ()
     return (Slot("step", scalar=True), Slot("square_avg"), *momentum, *centered)
-
-
-def structure(h: Values) -> dict[str, bool]:
-    return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -43,10 +40,7 @@ def rmsprop(  # type: ignore[no-untyped-def]
     p, g, square_avg, momentum_buffer=None, grad_avg=None, *, lr, alpha, rest, eps, momentum, weight_decay,
     maximize, decay,
 ):  # fmt: skip
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     square_avg = alpha * square_avg + rest * (g * g)
     variance = square_avg
     if grad_avg is not None:
@@ -70,7 +64,7 @@ RMSPROP = Rule(
         boolean("centered", "normalise by an estimate of the gradient's variance"),
     ),
     slots=slots,
-    structure=structure,
+    structure=plain_decay,
     coefficients=coefficients,
     update=rmsprop,
     positional=("capturable", "foreach", "maximize", "differentiable"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from offbeat.rules.checks import anything, boolean, learning_rate, number, weight_decay
+from offbeat.rules.common import decayed
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
 
@@ -48,10 +49,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
 
 
 def sgd(p, g, momentum_buffer=None, *, lr, weight_decay, momentum, keep, take, maximize, decay, nesterov):  # type: ignore[no-untyped-def]
-    if maximize:
-        g = -g
-    if decay:
-        g = g + weight_decay * p
+    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
     if momentum_buffer is None:
         return (p - lr * g,)
     momentum_buffer = keep * momentum_buffer + take * g
