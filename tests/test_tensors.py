@@ -161,6 +161,18 @@ def test_a_sparse_momentum_buffer_from_torch_loads():
     torch.testing.assert_close(ours[0], theirs[0])
 
 
+def test_a_sparse_momentum_buffer_put_in_by_hand_is_kept_dense_and_used():
+    p = torch.zeros(7, 3, requires_grad=True)
+    optimizer = offbeat.SGD([p], lr=0.1, momentum=0.5)
+    optimizer.state[p]["momentum_buffer"] = sparse_gradient(torch.float32)
+    expected = optimizer.state[p]["momentum_buffer"].to_dense()
+    for _ in range(2):
+        p.grad = torch.ones(7, 3)
+        optimizer.step()
+        expected = 0.5 * expected + 1
+        torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], expected)
+
+
 @pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
 def test_nan_and_infinity_are_values(case):
     p = torch.ones(4, requires_grad=True)

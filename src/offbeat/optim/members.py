@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Member", "align", "make_member"]
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
 
 
@@ -47,9 +48,11 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
             "a leaf Variable that requires grad is being used in an in-place operation: with differentiable=True "
             "pass parameters that are not leaves, such as p.clone()"
         )
-    distributed = is_dtensor(p)
+    distributed = type(p) not in _PLAIN and is_dtensor(p)
     gradient = local_gradient(p, g) if distributed else g
-    columns = [local(p), gradient, *(local(entry[key]) for key in update.tensor_keys)]
+    columns = [p, gradient, *(_dense(update, p, key, entry[key]) for key in update.tensor_keys)]
+    if distributed:
+        columns = [gradient if t is gradient else local(t) for t in columns]
     _check_columns(update, columns, scalars)
     rows = None
     if gradient.layout != torch.strided:
@@ -61,7 +64,6 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
     elif gradient._is_zerotensor():
         columns[1] = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
     columns[1] = columns[1].resolve_neg()
-    columns[2:] = [t.to_dense() if t.layout != torch.strided else t for t in columns[2:]]
     if columns[0].is_complex() and rows is None:
         columns = [torch.view_as_real(t.resolve_conj()) for t in columns]
     own = [local(p), local(g)] if distributed else [p, g]
@@ -69,11 +71,20 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
     return Member(p, columns, scalars, fresh, simple, distributed, rows)
 
 
+def _dense(update: Update, p: Tensor, key: str, t: Tensor) -> Tensor:
+    """State as the rules keep it: torch.optim keeps a sparse momentum buffer for sparse gradients."""
+    if t.layout is not torch.strided:
+        t = t.to_dense()
+        update.created.append((p, key, t))
+    return t
+
+
 def _check_columns(update: Update, columns: list[Tensor], scalars: list[Tensor]) -> None:
     """Raise unless state fits the parameter as it is now, and the parameter can be written to."""
     p = columns[0]
+    shape, device = p.shape, p.device
     for key, t in zip(update.tensor_keys, columns[2:], strict=True):
-        if t.shape != p.shape or t.device != p.device:
+        if t.shape != shape or t.device != device:
             raise RuntimeError(
                 f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter is now of shape "
                 f"{tuple(p.shape)} on {p.device}; move or remove optimizer.state[p] along with the parameter"
@@ -81,7 +92,9 @@ def _check_columns(update: Update, columns: list[Tensor], scalars: list[Tensor])
     for key, t in zip(update.scalar_keys, scalars, strict=True):
         if t.numel() != 1:
             raise RuntimeError(f"state {key!r} must be one number, but it is of shape {tuple(t.shape)}")
-    if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+    if not p.is_contiguous() and any(
+        stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)
+    ):
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} and strides {p.stride()} has elements that share memory and "
             "cannot be updated one by one; clone it first"

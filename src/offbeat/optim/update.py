@@ -6,6 +6,7 @@ changed; that is how a failed step changes nothing.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -67,12 +68,12 @@ class Update:
         """Whether numbers stay tensors: on their device, or in autograd's sight."""
         return bool(self.h.capturable or self.h.differentiable)
 
-    @property
+    @functools.cached_property
     def tensor_keys(self) -> tuple[str, ...]:
         """The state entries that are tensors like the parameter."""
         return tuple(slot.key for slot in self.slots if not slot.scalar)
 
-    @property
+    @functools.cached_property
     def scalar_keys(self) -> tuple[str, ...]:
         """The state entries that are counters and other single numbers."""
         return tuple(slot.key for slot in self.slots if slot.scalar)

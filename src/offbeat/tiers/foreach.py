@@ -51,8 +51,9 @@ def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]
     piece: list[list[Tensor]] = [[] for _ in columns]
     size = 0
     for row in zip(*columns, strict=True):
-        for part in _cut(row, limit // row[0].element_size()):
-            part_bytes = part[0].numel() * part[0].element_size()
+        nbytes = row[0].nbytes
+        for part in (row,) if nbytes <= limit else _cut(row, limit // row[0].element_size()):
+            part_bytes = nbytes if part is row else part[0].nbytes
             if size and size + part_bytes > limit:
                 yield piece
                 piece, size = [[] for _ in columns], 0
