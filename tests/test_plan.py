@@ -262,10 +262,31 @@ def test_plans_do_not_keep_gradients_or_removed_parameters_alive():
     optimizer.zero_grad()
     gc.collect()
     assert gradient() is None
+    # A parameter that has left the optimizer is let go with the next step.
     parameter = weakref.ref(params[0])
-    del params, optimizer
+    optimizer.state.pop(params[0])
+    optimizer.param_groups[0]["params"] = params = params[1:]
+    set_gradients(3, params)
+    optimizer.step()
     gc.collect()
     assert parameter() is None
+
+
+@pytest.mark.parametrize("name", ["Rprop", "ASGD"])
+def test_a_counter_wound_back_begins_anew_in_every_tier(name):
+    ours, twins = make_params(torch.float32), make_params(torch.float32)
+    a, b = getattr(offbeat, name)(ours, lr=0.1), getattr(offbeat, name)(twins, lr=0.1, foreach=False)
+    for step in range(8):
+        if step == 4:
+            for p, q in zip(ours, twins, strict=True):
+                a.state[p]["step"].zero_()
+                b.state[q]["step"].zero_()
+            a.param_groups[0]["lr"] = b.param_groups[0]["lr"] = 0.02
+        set_gradients(step, ours, twins)
+        a.step()
+        b.step()
+        for p, q in zip(ours, twins, strict=True):
+            torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)
 
 
 def test_many_groups_and_dtypes_have_plans_of_their_own():

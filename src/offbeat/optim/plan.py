@@ -57,6 +57,7 @@ class Plan:
         self.shape = _shape(rule, update.h)
         self.tables = tables
         self.scalar_keys = update.scalar_keys
+        self.late = any(slot.late for slot in update.slots)
         self.distributed = update.members[0].distributed
         self.whole = len(tables) == 1 and tables[0].positions == list(range(self.size))
         planned = {i for table in tables for i in table.positions}
@@ -85,6 +86,9 @@ class Plan:
                 mine, given = unwrapped
             count = table.book.read(mine, given)
             if count is None:
+                return None
+            # A counter wound back to 0 begins anew, and what depends on that is not in the tables.
+            if self.late and 0.0 in table.counters[self.scalar_keys.index("step")].read():
                 return None
             parts.append((table, count, coefficient_rows(self.rule, h, self.scalar_keys, table.counters, None)))
         return PlannedUpdate(self, parts)
@@ -143,10 +147,6 @@ def make_plan(rule: Rule, group: dict[str, Any], state: State, update: Update) -
         return None
     if len({m.distributed for m in members}) > 1:
         return None
-    if any(slot.late for slot in update.slots) and any(
-        value == 0 for counter in update.counters for value in counter.read()
-    ):
-        return None  # unreachable after a step, unless the user winds a counter back
     position = {id(p): i for i, p in enumerate(group["params"])}
     if len(position) != len(group["params"]):
         return None
