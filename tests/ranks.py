@@ -36,7 +36,7 @@ def _main(rank: int, world: int, store: str, results: Any, function: Any, args: 
             dist.destroy_process_group()
 
 
-def run_ranks(function: Any, world: int, *args: Any) -> list[Any]:
+def run_ranks(function: Any, world: int, *args: Any, seconds: float = SECONDS) -> list[Any]:
     """What ``function(rank, world, *args)`` returned on each rank. Raises if one failed or took too long."""
     context = mp.get_context("spawn")
     results = context.Queue()
@@ -51,7 +51,7 @@ def run_ranks(function: Any, world: int, *args: Any) -> list[Any]:
         try:
             answers = {}
             for _ in workers:
-                rank, problem, value = results.get(timeout=SECONDS)
+                rank, problem, value = results.get(timeout=seconds)
                 if problem:
                     raise AssertionError(f"rank {rank} failed:\n{problem}")
                 answers[rank] = torch.load(io.BytesIO(value), weights_only=False)

@@ -27,6 +27,7 @@ from offbeat.optim import (
     as_functional,
     as_pure,
 )
+from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
 from offbeat.tiers import Choice
 
@@ -44,6 +45,8 @@ __all__ = [
     "GradientError",
     "Lion",
     "NAdam",
+    "Overlap",
+    "OverlappedOptimizer",
     "PureOptimizer",
     "RAdam",
     "RMSprop",
@@ -54,4 +57,6 @@ __all__ = [
     "__version__",
     "as_functional",
     "as_pure",
+    "overlap",
+    "register_overlapped",
 ]

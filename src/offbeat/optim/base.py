@@ -99,21 +99,24 @@ class RuleOptimizer(Optimizer):
         if "capturable" in self.defaults:
             super()._accelerator_graph_capture_health_check()
 
-    def _apply(self, work: Sequence[Work]) -> None:
-        """Update these parameters of these groups: all of ``work`` is checked before any of it is done."""
+    def _apply(self, work: Sequence[Work], part_plans: dict[tuple[int, ...], Plan] | None = None) -> None:
+        """Update these parameters of these groups: all of ``work`` is checked before any of it is done.
+
+        Whoever updates the same parts of groups again and again owns a dictionary ``part_plans`` for their tables.
+        """
         with torch.set_grad_enabled(bool(self.defaults["differentiable"])):
             self._own_state()
             if not self._unscale(work):
                 return
             again: list[Work] = []
-            updates = [self._prepare(*item, again) for item in work]
+            updates = [self._prepare(*item, again, part_plans) for item in work]
             for update in updates:
                 update.commit()
             for update in updates:
                 update.run()
             for (group, params, _), update in zip(work, updates, strict=True):
-                if isinstance(update, Update) and params is group["params"]:
-                    self._remember(group, update)
+                if isinstance(update, Update):
+                    self._remember(group, params, update, part_plans)
             for item in again:
                 update = self._prepare(*item, [])
                 update.commit()
@@ -125,11 +128,15 @@ class RuleOptimizer(Optimizer):
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None] | None,
         again: list[Work],
+        part_plans: dict[tuple[int, ...], Plan] | None = None,
     ) -> Update | PlannedUpdate:
         """Check the work and get it ready; what must wait until it is done goes to ``again``."""
         whole = {**FLAGS, **group}
-        plan = self._plans.get(id(group)) if params is group["params"] else None
-        planned = plan.prepare(whole, grads, self._own_state()) if plan is not None else None
+        if params is group["params"]:
+            plan = self._plans.get(id(group))
+        else:
+            plan = part_plans.get(tuple(map(id, params))) if part_plans else None
+        planned = plan.prepare(whole, params, grads, self._own_state()) if plan is not None else None
         if planned is not None:
             return planned
         grads = [p.grad for p in params] if grads is None else grads
@@ -145,11 +152,22 @@ class RuleOptimizer(Optimizer):
             self.state = State(self.state.items())
         return self.state
 
-    def _remember(self, group: dict[str, Any], update: Update) -> None:
-        """Keep tables for the next step of this group, and none for groups that are gone."""
+    def _remember(
+        self,
+        group: dict[str, Any],
+        params: Sequence[Tensor],
+        update: Update,
+        part_plans: dict[tuple[int, ...], Plan] | None,
+    ) -> None:
+        """Keep tables for the next step of this group or part, and none for groups that are gone."""
+        if params is not group["params"]:
+            plan = make_plan(self.rule, params, self._own_state(), update) if part_plans is not None else None
+            if plan is not None and part_plans is not None:
+                part_plans[tuple(map(id, params))] = plan
+            return
         here = {id(one) for one in self.param_groups}
         self._plans = {key: plan for key, plan in self._plans.items() if key in here}
-        plan = make_plan(self.rule, group, self._own_state(), update)
+        plan = make_plan(self.rule, params, self._own_state(), update)
         if plan is None:
             self._plans.pop(id(group), None)
         else:

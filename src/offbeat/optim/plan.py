@@ -47,11 +47,11 @@ class _Table:
 
 
 class Plan:
-    """The tables of one group. Get one from :func:`make_plan`, ask :meth:`prepare` at every step."""
+    """The tables of one group or of a part of it. Get one from :func:`make_plan`, ask :meth:`prepare` at every step."""
 
-    def __init__(self, rule: Rule, group: dict[str, Any], state: State, update: Update, tables: list[_Table]) -> None:
+    def __init__(self, rule: Rule, size: int, state: State, update: Update, tables: list[_Table]) -> None:
         self.rule = rule
-        self.size = len(group["params"])
+        self.size = size
         self.state = state
         self.clock = state.clock[0]
         self.shape = _shape(rule, update.h)
@@ -64,10 +64,9 @@ class Plan:
         self.outside = [i for i in range(self.size) if i not in planned]
 
     def prepare(
-        self, group: dict[str, Any], grads: Sequence[Tensor | None] | None, state: State
+        self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
     ) -> PlannedUpdate | None:
         """The step for these gradients (None: those in ``.grad``), or None if the plan does not fit any more."""
-        params = group["params"]
         if self.state is not state or self.clock != state.clock[0] or len(params) != self.size:
             return None
         h = hyperparameters(group)
@@ -140,18 +139,18 @@ def _shape(rule: Rule, h: Values) -> tuple[Any, ...]:
     return flags, rule.structure(h), [slot.key for slot in rule.slots(h)]
 
 
-def make_plan(rule: Rule, group: dict[str, Any], state: State, update: Update) -> Plan | None:
-    """A plan for the steps after ``update``, if all its members are plain tensors in the fused tier."""
+def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | None:
+    """A plan for these parameters after ``update``, if all of them are plain tensors in the fused tier."""
     members = update.members
     if not members or any(m.choice.tier != "fused" or not m.simple or m.rows is not None for m in members):
         return None
     if len({m.distributed for m in members}) > 1:
         return None
-    position = {id(p): i for i, p in enumerate(group["params"])}
-    if len(position) != len(group["params"]):
+    position = {id(p): i for i, p in enumerate(params)}
+    if len(position) != len(params):
         return None
     batches: dict[Any, list[int]] = {}
     for i, member in enumerate(members):
         batches.setdefault(tuple(t.dtype for t in member.columns), []).append(i)
     tables = [_Table(update, index, [position[id(members[i].param)] for i in index]) for index in batches.values()]
-    return Plan(rule, group, state, update, tables)
+    return Plan(rule, len(params), state, update, tables)

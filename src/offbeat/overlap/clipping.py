@@ -1,0 +1,148 @@
+r"""Clipping by norm, bucket by bucket, without asking the device for a number.
+
+With :math:`c` the largest norm allowed, gradients are multiplied by :math:`\min(1, c / (n + 10^{-6}))` as in
+:func:`torch.nn.utils.clip_grad_norm_`. What :math:`n` is, is the mode:
+
+- ``exact``: the norm of all gradients of the step. It is known when the last has arrived, so updates wait until then.
+- ``previous``: the norm of all gradients of the step before. The first step is exact.
+- ``bucket``: for each bucket its own norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat.optim.gradients import is_dtensor, local
+
+__all__ = ["MODES", "Clipping", "Shards", "shard_groups"]
+
+MODES = ("exact", "previous", "bucket")
+
+#: By parameter: the groups of ranks that hold its other shards.
+Shards = dict[int, tuple[Any, ...]]
+
+
+def shard_groups(param: Tensor) -> tuple[Any, ...]:
+    """The process groups whose ranks hold the other parts of a distributed parameter; nothing for others."""
+    if not is_dtensor(param):
+        return ()
+    mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+
+
+class Clipping:
+    """The norms of one step as they come in, and what gradients are multiplied with.
+
+    Attributes:
+        last: the norm of the last finished step, a 0-d tensor, or None before the first.
+    """
+
+    def __init__(self, limit: float, mode: str) -> None:
+        self.limit, self.mode = limit, mode
+        self.last: Tensor | None = None
+        self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, its gradient and its version
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates must wait for the norm of the whole step."""
+        return self.mode == "exact" or (self.mode == "previous" and self.last is None)
+
+    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Take down the norms of a bucket's gradients."""
+        norms: list[Tensor] = []
+        kinds: dict[Any, list[int]] = {}
+        parts = [local(g) for g in grads]
+        for i, g in enumerate(parts):
+            kinds.setdefault((g.device, g.dtype), []).append(i)
+        result: dict[int, Tensor] = {}
+        for index in kinds.values():
+            result.update(zip(index, torch._foreach_norm([parts[i] for i in index]), strict=True))
+        for i, (p, g) in enumerate(zip(params, grads, strict=True)):
+            norms.append(result[i])
+            self._norms[id(p)] = (result[i], g, g._version)
+        return norms
+
+    def moved(self, param: Tensor) -> None:
+        """A measured gradient lies in ``.grad`` now, unchanged."""
+        if id(param) in self._norms and param.grad is not None:
+            self._norms[id(param)] = (self._norms[id(param)][0], param.grad, param.grad._version)
+
+    def forget_gradients(self, params: Sequence[Tensor]) -> None:
+        """Keep the norms but not the gradients of parameters that have been stepped."""
+        for p in params:
+            norm, *_ = self._norms[id(p)]
+            self._norms[id(p)] = (norm, norm, -1)
+
+    def clip_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], shards: Shards) -> None:
+        """Multiply a measured bucket's gradients, for the modes that do not wait."""
+        norm = self.last
+        if self.mode == "bucket":
+            norm = self._total(params, params, shards)
+        self._multiply(grads, norm)
+
+    def finish(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards, *, counts: bool) -> None:
+        """Close the step: work out the norm of all its gradients, and clip those of the parameters ``left``.
+
+        Args:
+            everyone: all parameters, in the order in which norms are added up.
+            left: those not stepped yet, whose gradients lie in ``.grad``.
+            shards: by parameter, the groups of ranks that hold its other shards.
+            counts: whether this was a step of training, to be remembered as the last.
+        """
+        stale = [p for p in left if not self._is_fresh(p)]
+        self.measure(stale, [p.grad for p in stale if p.grad is not None])
+        total = self._total(everyone, everyone, shards)
+        if self.mode == "bucket":
+            norm = self._total(left, everyone, shards)
+        else:
+            norm = total if self.waits else self.last
+        self._multiply([p.grad for p in left if p.grad is not None], norm)
+        self._norms = {}
+        if counts and total is not None:
+            self.last = total
+
+    def drop(self) -> None:
+        """Forget the norms of a step that is not to be."""
+        self._norms = {}
+
+    def _is_fresh(self, p: Tensor) -> bool:
+        found = self._norms.get(id(p))
+        return found is not None and found[1] is p.grad and p.grad is not None and found[2] == p.grad._version
+
+    def _multiply(self, grads: Sequence[Tensor], norm: Tensor | None) -> None:
+        if not grads:
+            return
+        assert norm is not None
+        coefficient = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
+        kinds: dict[Any, list[Tensor]] = {}
+        for g in map(local, grads):
+            kinds.setdefault((g.device, g.dtype), []).append(g)
+        for (device, _), some in kinds.items():
+            torch._foreach_mul_(some, coefficient.to(device))
+
+    def _total(self, measured: Sequence[Tensor], everyone: Sequence[Tensor], shards: Shards) -> Tensor | None:
+        """The norm of all gradients measured, across the ranks that hold shards of ``everyone``.
+
+        Which ranks add up is decided by the parameters, never by who has a gradient: a rank without one takes part.
+        """
+        found = [p for p in measured if id(p) in self._norms]
+        classes = list(dict.fromkeys(shards[id(p)] for p in everyone if shards[id(p)]))
+        if not classes:  # as torch.nn.utils.get_total_norm adds up, to the bit
+            norms = [self._norms[id(p)][0] for p in found]
+            return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), 2.0) if norms else None
+        squares = []
+        for groups in [(), *classes]:
+            like = local(next((p for p in everyone if shards[id(p)] == groups), everyone[0]))
+            square = torch.zeros((), dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            norms = [self._norms[id(p)][0] for p in found if shards[id(p)] == groups]
+            if norms:
+                square += torch.stack([n.to(square) for n in norms]).square().sum()
+            for group in groups:
+                dist.all_reduce(square, group=group)
+            squares.append(square)
+        return torch.stack([square.to(squares[-1]) for square in squares]).sum().sqrt()

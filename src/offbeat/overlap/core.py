@@ -1,0 +1,193 @@
+"""One optimizer's step, taken apart: buckets as they become ready, and the end that ``optimizer.step()`` is.
+
+Where buckets come from (hooks on parameters, DDP, FSDP2) is not known here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.overlap.clipping import Clipping, Shards, shard_groups
+from offbeat.overlap.consumed import ConsumedGradient
+from offbeat.overlap.registry import overlapped
+from offbeat.overlap.scaling import Scaling
+
+__all__ = ["Core"]
+
+
+class Core:
+    """What happens between one ``optimizer.step()`` and the next.
+
+    Attributes:
+        lock: held by whoever changes anything here; buckets may come from several threads.
+        stepped: the parameters updated since the last step, by id.
+        announced: how many ``accumulate()`` blocks the program is in.
+        agreeing: process groups over which ranks must agree to skip a step.
+    """
+
+    def __init__(self, optimizer: Optimizer, order: Sequence[Tensor], accumulate: int, clip: Clipping | None) -> None:
+        self.optimizer = optimizer
+        self.accumulate = accumulate
+        self.clip = clip
+        self.scaling: Scaling | None = None
+        self.lock = threading.RLock()
+        self.stepped: dict[int, Tensor] = {}
+        self.announced = 0
+        self.agreeing: list[Any] = []
+        self.shards: Shards = {}
+        self.everyone: list[Tensor] = []
+        self._rank = {id(p): i for i, p in enumerate(order)}
+        self._overlapped = overlapped(optimizer)
+        self._passes = 0
+        self._options: list[dict[str, Any]] | None = None
+        self._placeholders: dict[int, ConsumedGradient] = {}
+        self.look_at_groups()
+
+    def look_at_groups(self) -> bool:
+        """Take note of the optimizer's parameters; returns whether they have changed."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        # Norms are added up in the module's order, as clip_grad_norm_(module.parameters()) does.
+        params.sort(key=lambda p: self._rank.get(id(p), len(self._rank)))
+        if list(map(id, params)) == list(map(id, self.everyone)):
+            return False
+        self.everyone = params
+        self.shards = {id(p): shard_groups(p) for p in params}
+        self._placeholders = {}
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether no parameter may be updated before all gradients are there."""
+        return self.scaling is not None or (self.clip is not None and self.clip.waits)
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether the gradients of the backward pass that runs are final."""
+        return self._passes == self.accumulate and not self.announced
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward pass has begun what ``optimizer.step()`` has not finished."""
+        return self._passes > 0
+
+    def begin_pass(self) -> None:
+        """A backward pass has begun. Raises if gradients would be added to what has been used already."""
+        if self.scaling is not None and self.scaling.is_over:
+            self.reset()
+        if self._passes >= self.accumulate:
+            raise RuntimeError(
+                f"backward() ran again before optimizer.step(): {self.accumulate} pass"
+                f"{'es were' if self.accumulate > 1 else ' was'} announced and the gradients of the last have been "
+                "used. Call optimizer.step() in between, or announce more passes with overlap(..., accumulate=N), "
+                "`with handle.accumulate():`, DDP's no_sync() or FSDP2's set_requires_gradient_sync(False)"
+            )
+        if not self.announced:
+            self._passes += 1
+
+    @torch.no_grad()
+    def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Gradients that are final: look at them, and update their parameters unless that must wait.
+
+        Returns:
+            Whether the parameters have been updated.
+        """
+        if self.scaling is not None:
+            self.scaling.unscale(params, grads)
+        if self.clip is not None:
+            self.clip.measure(params, grads)
+        if self.waits:
+            return False
+        if self.clip is not None:
+            self.clip.clip_bucket(params, grads, self.shards)
+            self.clip.forget_gradients(params)
+        if self._options is None:
+            self._options = _options(self.optimizer)
+            begin = getattr(self._overlapped, "begin_step", None)
+            if begin is not None:
+                begin()
+        self._overlapped.step_bucket(params, grads)
+        self.stepped.update((id(p), p) for p in params)
+        return True
+
+    def free(self, params: Sequence[Tensor]) -> None:
+        """Take away gradients that have been used."""
+        for p in params:
+            placeholder = self._placeholders.get(id(p))
+            if placeholder is None or placeholder.shape != p.shape or placeholder.dtype != p.dtype:
+                placeholder = self._placeholders[id(p)] = ConsumedGradient(p)
+            p.grad = placeholder
+
+    def left(self) -> list[Tensor]:
+        """Parameters with a gradient that nothing has been done with."""
+        return [p for p in self.everyone if id(p) not in self.stepped and p.grad is not None]
+
+    @torch.no_grad()
+    def finish_scaling(self) -> None:
+        """Unscale what no bucket brought, and agree with the other ranks."""
+        assert self.scaling is not None
+        if any(isinstance(p.grad, ConsumedGradient) for p in self.left()):
+            raise AssertionError("a gradient was used although there is a scaler")
+        rest = [p for p in self.left() if not self.scaling.is_unscaled(p)]
+        self.scaling.unscale(rest, [p.grad for p in rest if p.grad is not None])
+        groups = dict.fromkeys([*self.agreeing, *(g for some in self.shards.values() for g in some)])
+        self.scaling.agree(list(groups), self.everyone[0].device)
+
+    def check_step(self) -> None:
+        """Raise if ``optimizer.step()`` cannot finish what backward has begun. Changes nothing."""
+        if self.scaling is not None and self.is_open and not self.scaling.is_finished:
+            raise RuntimeError(
+                "optimizer.step() was called, but overlap() has a scaler: call scaler.step(optimizer) and "
+                "scaler.update(), as without overlap"
+            )
+        if self.scaling is None and getattr(self.optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "a GradScaler wants to unscale gradients that overlap() has used; give it as overlap(..., scaler=)"
+            )
+        if self._options is not None and _differ(self._options, now := _options(self.optimizer)):
+            changed = sorted({k for a, b in zip(self._options, now, strict=False) for k in b if a.get(k) != b[k]})
+            raise RuntimeError(
+                f"options of the optimizer ({', '.join(changed) or 'its groups'}) changed between backward() and "
+                "step(), when parameters had been updated with the old ones; change them before backward() or after "
+                "step()"
+            )
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Everything but the update of what is left, which is the optimizer's own step."""
+        if self.clip is not None:
+            self.clip.finish(self.everyone, self.left(), self.shards, counts=self.is_open)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew; gradients that were used are gone for good."""
+        for p in self.stepped.values():
+            p.grad = None
+        self.stepped = {}
+        self._passes = 0
+        self._options = None
+        if self.clip is not None:
+            self.clip.drop()
+        if self.scaling is not None:
+            self.scaling.reset()
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What the groups say now; tensors by their version, since they change in place."""
+    return [
+        {
+            key: (id(value), value._version) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _differ(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> bool:
+    return before != now[: len(before)]

@@ -1,0 +1,281 @@
+"""Buckets from DistributedDataParallel: reduced first, by whatever hook the user has, then stepped.
+
+On the CPU a thread of our own steps a bucket while backward computes and gloo sends the next ones; on a GPU a stream of
+our own does. DDP waits for both at the end of backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from offbeat.overlap.arrivals import Arrivals, refuse_graph
+from offbeat.overlap.core import Core
+from offbeat.overlap.passes import current_pass, is_nested, queue_callback
+
+__all__ = ["DdpSource", "check_ddp"]
+
+#: By DDP module, the hook that was registered with it. DDP cannot forget a hook, so a removed one goes on reducing.
+_hooks: Any = WeakIdKeyDictionary()
+
+
+def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
+    """Raise if buckets of this module cannot be stepped, or its hook is taken."""
+    ours = _hooks.get(ddp)
+    if ours is None and ddp._comm_hooks:
+        name = getattr(ddp._comm_hooks[0][0], "__name__", "a hook")
+        raise ValueError(
+            f"this DistributedDataParallel module has a communication hook already ({name}) and can have only one; "
+            "do not register it, give it as overlap(..., comm_hook=, comm_state=)"
+        )
+    if ours is not None and ours.sources and comm_hook is not None:
+        raise ValueError(
+            "another optimizer is overlapped with this DistributedDataParallel module already, and the communication "
+            "hook serves both; give comm_hook= in the first call of overlap() only"
+        )
+    if ddp.mixed_precision is not None:
+        raise ValueError("DDP's mixed_precision cannot be overlapped; use torch.autocast, or fully_shard's policy")
+    if ddp._use_python_reducer:
+        raise ValueError(
+            "DDP's python reducer has no buckets; set torch._dynamo.config.optimize_ddp to 'ddp_optimizer'"
+        )
+
+
+class DdpSource:
+    """One optimizer's share of a DDP module's buckets."""
+
+    def __init__(self, core: Core, ddp: DistributedDataParallel, comm_hook: Any, comm_state: Any) -> None:
+        self.core = core
+        self._removed = False
+        self._pass: int | None = None
+        self._running = False
+        self._local: set[int] = set()
+        self._arrivals = Arrivals(self, ddp)
+        self._hook = _hooks.get(ddp)
+        if self._hook is None:
+            hook = _CommHook(ddp)
+            ddp.register_comm_hook(None, hook.registered())  # raises if DDP has a built-in one
+            self._hook = _hooks[ddp] = hook
+        if not self._hook.sources:
+            self._hook.inner, self._hook.state = comm_hook, comm_state
+        self._hook.add(self)
+        if self._hook.inner is not None:  # ranks may get different gradients
+            core.agreeing.append(ddp.process_group)
+        self.look_at_params()
+
+    def look_at_params(self) -> None:
+        """The optimizer's parameters are others than before."""
+        self._arrivals.cover(self.core.everyone)
+
+    def arrived(self, p: Tensor) -> None:
+        """This rank's gradient of a parameter is there, not reduced yet.
+
+        DDP tells of parameters that no rank used that their gradient is zero; here it is learnt which this rank did.
+        """
+        if self._removed:
+            raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
+        refuse_graph(p)
+        self._local.add(id(p))
+        if self.core.accumulate > 1 and current_pass() != self._pass and not is_nested():
+            # With accumulate=N every pass counts, under no_sync() or not.
+            with self.core.lock:
+                self.core.begin_pass()
+            self._pass = current_pass()
+
+    def share(self, params: Sequence[Tensor], *, first: bool) -> list[int] | None:
+        """Which of a bucket's parameters to step when it is reduced; None if it is not the time.
+
+        A parameter this rank did not use may be unused everywhere, and must then be left alone. DDP knows only at
+        the end of backward; what it leaves in ``.grad`` is stepped by ``optimizer.step()``.
+        """
+        if self._removed:
+            raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
+        if first:
+            self._running = True
+            if self.core.accumulate == 1:
+                with self.core.lock:
+                    self.core.begin_pass()
+        if not self.core.is_last_pass:
+            return None
+        return [i for i, p in enumerate(params) if id(p) in self._local and p in self._arrivals]
+
+    def end_pass(self) -> None:
+        """DDP has put the reduced gradients into ``.grad``."""
+        with self.core.lock:
+            self._running = False
+            if self.core.is_last_pass:
+                self.core.free(list(self.core.stepped.values()))
+            if self.core.clip is not None:
+                for p in self.core.everyone:
+                    self.core.clip.moved(p)
+
+    def flush(self) -> None:
+        """DDP has waited for all buckets."""
+
+    def begin_step(self) -> None:
+        """Gradients from here on belong to the next step."""
+        self._local.clear()
+        self._pass = None
+        self._running = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether buckets of a backward pass are on their way."""
+        return self._running
+
+    def remove(self) -> None:
+        """Take hooks away; DDP goes on as if there had never been an overlap."""
+        self._removed = True
+        self._arrivals.remove()
+        self._hook.remove(self)
+
+
+class _CommHook:
+    """The one hook of a DDP module: reduces as the user's hook or DDP itself would, then has optimizers step."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = weakref.ref(ddp)
+        self.inner: Any = None
+        self.state: Any = None
+        self._sources: list[weakref.ref[DdpSource]] = []  # kept alive by their optimizers
+        self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, Any] = {}
+
+    def registered(self) -> Any:
+        """What DDP is given: a function, unannotated, because DDP compares annotations as objects."""
+
+        def offbeat_overlap(state, bucket):  # type: ignore[no-untyped-def]
+            return self.run(bucket)
+
+        return offbeat_overlap
+
+    @property
+    def sources(self) -> list[DdpSource]:
+        """The optimizers that step this module's buckets."""
+        found = [source() for source in self._sources]
+        return [source for source in found if source is not None]
+
+    def add(self, source: DdpSource) -> None:
+        """One optimizer more."""
+        self._sources.append(weakref.ref(source))
+
+    def remove(self, source: DdpSource) -> None:
+        """One optimizer less. The user's hook stays: without it the numbers would change."""
+        self._sources = [other for other in self._sources if other() is not source]
+        if not self.sources and self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
+
+    def run(self, bucket: Any) -> Future[Any]:
+        """DDP's call: a bucket holds this rank's gradients."""
+        params, buffer = bucket.parameters(), bucket.buffer()
+        sources = self.sources
+        shares = [(source, source.share(params, first=bucket.index() == 0)) for source in sources]
+        if bucket.is_last() and sources:
+            # DDP's own end of backward is queued after this hook returns; ours must come after that.
+            ends = [weakref.ref(source) for source in sources]
+            queue_callback(lambda: queue_callback(lambda: _end_all(ends)))
+        wanted = [(source, share) for source, share in shares if share]
+        views = bucket.gradients() if wanted and buffer.layout == torch.strided else []
+        reduced: Future[Any] = self.inner(self.state, bucket) if self.inner is not None else self._mean(buffer)
+        if not views:
+            return reduced
+        jobs = [(source, [params[i] for i in share], [views[i] for i in share]) for source, share in wanted]
+        if buffer.device.type == "cpu":
+            return self._step_in_thread(reduced, buffer, jobs)
+        return self._step_in_stream(reduced, buffer, jobs)
+
+    def _mean(self, buffer: Tensor) -> Future[Any]:
+        """What DDP does without a hook, to the bit: multiply, then add up."""
+        ddp = self._ddp()
+        assert ddp is not None
+        if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            raise RuntimeError(
+                "overlap() divides by the number of ranks there were at first; "
+                "leave divide_by_initial_world_size=True in join()"
+            )
+        buffer.mul_(1 / dist.get_world_size(ddp.process_group))
+        work = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
+        reduced: Future[Any] = work.get_future().then(lambda done: done.value()[0])
+        return reduced
+
+    def _step_in_thread(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any]) -> Future[Any]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-overlap")
+        thread, finished, threads = self._thread, Future[Any](), torch.get_num_threads()
+
+        def step(result: Tensor) -> None:
+            try:
+                if torch.get_num_threads() != threads:  # sums depend on it
+                    torch.set_num_threads(threads)
+                _run(jobs, buffer, result)
+                finished.set_result(result)
+            except BaseException as error:
+                finished.set_exception(error)
+
+        def when_reduced(done: Future[Any]) -> None:
+            try:
+                thread.submit(step, _flat(done.value()))
+            except BaseException as error:
+                finished.set_exception(error)
+
+        reduced.add_done_callback(when_reduced)
+        return finished
+
+    def _step_in_stream(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any]) -> Future[Any]:
+        device = buffer.device
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        ours = self._streams[device]
+        # Backward reads these parameters in kernels that are queued already, and must have done so.
+        read = torch.cuda.current_stream(device).record_event()
+
+        def step(done: Future[Any]) -> Tensor:
+            result = _flat(done.value())
+            with torch.cuda.device(device):
+                theirs = torch.cuda.current_stream(device)
+                ours.wait_event(read)
+                ours.wait_stream(theirs)
+                with torch.cuda.stream(ours):
+                    result.record_stream(ours)
+                    _run(jobs, buffer, result)
+                theirs.wait_stream(ours)
+            return result
+
+        return reduced.then(step)
+
+
+def _flat(value: Any) -> Tensor:
+    """A hook's result, which may be a tensor or a list of one."""
+    found: Tensor = value if isinstance(value, Tensor) else value[0]
+    return found
+
+
+def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> None:
+    """Step a reduced bucket."""
+    if result.dtype != buffer.dtype:
+        buffer.copy_(result)  # as DDP would bring it into .grad
+        result = buffer
+    for source, params, views in jobs:
+        grads = views
+        if result.data_ptr() != buffer.data_ptr():  # the hook made a new tensor
+            shift = result.storage_offset() - buffer.storage_offset()
+            grads = [result.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in views]
+        with source.core.lock:
+            source.core.bucket(params, grads)
+
+
+def _end_all(sources: list[weakref.ref[DdpSource]]) -> None:
+    for source in sources:
+        found = source()
+        if found is not None and not found._removed:
+            found.end_pass()
