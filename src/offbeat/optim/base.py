@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from offbeat.optim.checkpoint import loaded, packed
 from offbeat.optim.gradients import local
+from offbeat.optim.native import NativePlan, NativeUpdate
 from offbeat.optim.plan import Plan, PlannedUpdate, make_plan
+from offbeat.optim.settings import SettingsCache, hyperparameters
 from offbeat.optim.signature import describe, signature
 from offbeat.optim.state import State, mark_unbegun, new_state
-from offbeat.optim.update import Update, hyperparameters, prepare, program_for
+from offbeat.optim.update import Update, prepare, program_for
 from offbeat.rules.rule import FLAGS, Rule, Slot
 from offbeat.tiers.choice import Choice, choose
 
@@ -22,6 +24,9 @@ __all__ = ["RuleOptimizer"]
 
 #: A group, parameters of it, and their gradients; None reads them from ``.grad``.
 Work = tuple[dict[str, Any], Sequence[Tensor], Sequence[Tensor | None] | None]
+
+#: Tables for parts of groups, by the parameters' ids.
+PartPlans = dict[tuple[int, ...], Plan | NativePlan]
 
 
 class RuleOptimizer(Optimizer):
@@ -52,7 +57,8 @@ class RuleOptimizer(Optimizer):
         _check_flags(defaults)
         # "capturable" stays out of the groups where torch.optim has no such option.
         super().__init__(params, {name: defaults[name] for name in defaults if name in self._options()})
-        self._plans: dict[int, Plan] = {}
+        self._plans: dict[int, Plan | NativePlan] = {}
+        self._settings = SettingsCache(self.rule)
         self._own_state()
         if defaults["fused"]:
             self._step_supports_amp_scaling = True
@@ -99,7 +105,7 @@ class RuleOptimizer(Optimizer):
         if "capturable" in self.defaults:
             super()._accelerator_graph_capture_health_check()
 
-    def _apply(self, work: Sequence[Work], part_plans: dict[tuple[int, ...], Plan] | None = None) -> None:
+    def _apply(self, work: Sequence[Work], part_plans: PartPlans | None = None) -> None:
         """Update these parameters of these groups: all of ``work`` is checked before any of it is done.
 
         Whoever updates the same parts of groups again and again owns a dictionary ``part_plans`` for their tables.
@@ -128,15 +134,15 @@ class RuleOptimizer(Optimizer):
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None] | None,
         again: list[Work],
-        part_plans: dict[tuple[int, ...], Plan] | None = None,
-    ) -> Update | PlannedUpdate:
+        part_plans: PartPlans | None = None,
+    ) -> Update | PlannedUpdate | NativeUpdate:
         """Check the work and get it ready; what must wait until it is done goes to ``again``."""
-        whole = {**FLAGS, **group}
+        settings = self._settings.of(group)
         if params is group["params"]:
             plan = self._plans.get(id(group))
         else:
             plan = part_plans.get(tuple(map(id, params))) if part_plans else None
-        planned = plan.prepare(whole, params, grads, self._own_state()) if plan is not None else None
+        planned = plan.prepare(settings, params, grads, self._own_state()) if plan is not None else None
         if planned is not None:
             return planned
         grads = [p.grad for p in params] if grads is None else grads
@@ -144,7 +150,7 @@ class RuleOptimizer(Optimizer):
             layers = _layers(params, grads)
             params, grads = layers[0]
             again.extend((group, *layer) for layer in layers[1:])
-        return prepare(self.rule, whole, params, grads, self._own_state())
+        return prepare(self.rule, settings.h, params, grads, self._own_state())
 
     def _own_state(self) -> State:
         """``self.state``, which the user may have replaced by any dictionary, as one that counts its changes."""
@@ -157,7 +163,7 @@ class RuleOptimizer(Optimizer):
         group: dict[str, Any],
         params: Sequence[Tensor],
         update: Update,
-        part_plans: dict[tuple[int, ...], Plan] | None,
+        part_plans: PartPlans | None,
     ) -> None:
         """Keep tables for the next step of this group or part, and none for groups that are gone."""
         if params is not group["params"]:
@@ -264,6 +270,7 @@ class RuleOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._plans = {}
+        self._settings = SettingsCache(self.rule)
         self._own_state()
         for group in self.param_groups:
             for name in self._options():

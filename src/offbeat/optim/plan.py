@@ -15,10 +15,13 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from offbeat.optim.gradients import local_parts
+from offbeat.optim.native import NativePlan, make_native_plan
 from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
+from offbeat.optim.settings import Settings, kernel_shape
 from offbeat.optim.state import State
-from offbeat.optim.update import Update, hyperparameters
-from offbeat.rules.rule import Rule, Values
+from offbeat.optim.update import Update
+from offbeat.rules.rule import Rule
 from offbeat.tiers.addresses import AddressBook
 from offbeat.tiers.fused import cpu_kernel
 from offbeat.tiers.layout import compute_dtype
@@ -54,7 +57,7 @@ class Plan:
         self.size = size
         self.state = state
         self.clock = state.clock[0]
-        self.shape = _shape(rule, update.h)
+        self.shape = kernel_shape(rule, update.h)
         self.tables = tables
         self.scalar_keys = update.scalar_keys
         self.late = any(slot.late for slot in update.slots)
@@ -64,13 +67,13 @@ class Plan:
         self.outside = [i for i in range(self.size) if i not in planned]
 
     def prepare(
-        self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
+        self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
     ) -> PlannedUpdate | None:
         """The step for these gradients (None: those in ``.grad``), or None if the plan does not fit any more."""
         if self.state is not state or self.clock != state.clock[0] or len(params) != self.size:
             return None
-        h = hyperparameters(group)
-        if self.shape != _shape(self.rule, h):
+        h = settings.h
+        if self.shape != settings.shape:
             return None
         if any((params[i].grad if grads is None else grads[i]) is not None for i in self.outside):
             return None
@@ -79,7 +82,7 @@ class Plan:
             mine = params if self.whole else [params[i] for i in table.positions]
             given = grads if self.whole or grads is None else [grads[i] for i in table.positions]
             if self.distributed:
-                unwrapped = _shards(mine, given)
+                unwrapped = local_parts(mine, given)
                 if unwrapped is None or not all(map(is_, mine, table.params)):
                     return None
                 mine, given = unwrapped
@@ -91,19 +94,6 @@ class Plan:
                 return None
             parts.append((table, count, coefficient_rows(self.rule, h, self.scalar_keys, table.counters, None)))
         return PlannedUpdate(self, parts)
-
-
-def _shards(params: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Tensor], list[Tensor | None]] | None:
-    """The local parts of distributed parameters and gradients, or None where they are not cut alike."""
-    local: list[Tensor | None] = []
-    for p, g in zip(params, [p.grad for p in params] if grads is None else grads, strict=True):
-        if g is None:
-            local.append(None)
-        elif type(g) is Tensor or getattr(g, "_spec", None) is None or g._spec.placements != p._spec.placements:
-            return None
-        else:
-            local.append(g._local_tensor)
-    return [p._local_tensor for p in params], local
 
 
 class PlannedUpdate:
@@ -133,15 +123,11 @@ class PlannedUpdate:
             move_on(self.plan.scalar_keys, table.counters, rows, advanced, active)
 
 
-def _shape(rule: Rule, h: Values) -> tuple[Any, ...]:
-    """Everything about a group that decides which kernel runs."""
-    flags = (h.foreach, h.fused, h.differentiable, h.capturable)
-    return flags, rule.structure(h), [slot.key for slot in rule.slots(h)]
-
-
-def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | None:
-    """A plan for these parameters after ``update``, if all of them are plain tensors in the fused tier."""
+def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | NativePlan | None:
+    """A plan for these parameters after ``update``, if all of them are plain tensors of one tier that has such."""
     members = update.members
+    if members and members[0].choice.tier == "native":
+        return make_native_plan(rule, params, state, update)
     if not members or any(m.choice.tier != "fused" or not m.simple or m.rows is not None for m in members):
         return None
     if len({m.distributed for m in members}) > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat.errors import GradientError
 from offbeat.optim.lookup import rule_class
-from offbeat.optim.update import hyperparameters
+from offbeat.optim.settings import hyperparameters
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 from offbeat.tiers.layout import compute_dtype
 from offbeat.tiers.loop import evaluate

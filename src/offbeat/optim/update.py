@@ -29,21 +29,9 @@ from offbeat.tiers.layout import compute_dtype
 from offbeat.tiers.loop import run_loop
 from offbeat.tiers.trace import Program, trace
 
-__all__ = ["Update", "hyperparameters", "prepare", "program_for"]
+__all__ = ["Update", "prepare", "program_for"]
 
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
-
-
-def hyperparameters(group: dict[str, Any]) -> Values:
-    """A group's options as attributes. Tensors become numbers unless the step must not leave the device."""
-    h = Values(**group)
-    symbolic = h.differentiable or h.capturable
-    for name, value in group.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            setattr(h, name, value.squeeze() if symbolic else value.item())
-        elif name == "betas" and any(isinstance(b, Tensor) for b in value):
-            setattr(h, name, tuple(b.squeeze() if symbolic else b.item() for b in value))
-    return h
 
 
 @dataclass
@@ -182,11 +170,8 @@ class Update:
             stored[key].copy_(value)
 
 
-def prepare(
-    rule: Rule, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
-) -> Update:
+def prepare(rule: Rule, h: Values, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State) -> Update:
     """Check the gradients, allocate missing state, and choose tiers. Nothing the user can see changes."""
-    h = hyperparameters(group)
     update = Update(rule, h, state, rule.slots(h), rule.structure(h))
     given = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     for p, g in given:

@@ -17,7 +17,7 @@ _MESSAGE = (
     "the gradient of this parameter was used and freed by offbeat.overlap during backward(), so {what} cannot work any "
     "more. To clip by norm, give overlap(..., clip_norm=); to scale the loss, overlap(..., scaler=); to run several "
     "backward passes before a step, announce them with accumulate= or `with handle.accumulate():`; to read gradients, "
-    "call handle.remove() and step after backward"
+    "call handle.remove() and step after backward; for checkpoint() use use_reentrant=False"
 )
 
 

@@ -119,9 +119,12 @@ class Core:
         """Take away gradients that have been used."""
         for p in params:
             placeholder = self._placeholders.get(id(p))
-            if placeholder is None or placeholder.shape != p.shape or placeholder.dtype != p.dtype:
+            if placeholder is None:
                 placeholder = self._placeholders[id(p)] = ConsumedGradient(p)
-            p.grad = placeholder
+            try:
+                p.grad = placeholder
+            except RuntimeError:  # the parameter has another shape or dtype by now
+                p.grad = self._placeholders[id(p)] = ConsumedGradient(p)
 
     def left(self) -> list[Tensor]:
         """Parameters with a gradient that nothing has been done with."""

@@ -19,6 +19,10 @@ from offbeat.overlap.passes import current_pass, has_reentrant_checkpoint, is_ne
 
 __all__ = ["HookSource"]
 
+#: Bytes of gradients in a bucket. A bucket costs some tens of microseconds of host time, which a GPU waits for; so
+#: there they are larger, but hold no more than a twentieth of all gradients.
+_CAP, _CAP_CUDA = 25 << 20, 256 << 20
+
 
 class HookSource:
     """Gathers gradients in the order in which they arrive, and hands them on when a bucket is full.
@@ -34,11 +38,11 @@ class HookSource:
         core: Core,
         module: torch.nn.Module,
         outer: torch.nn.Module,
-        cap_bytes: int,
+        cap_bytes: int | None,
         units: dict[int, Unit],
     ) -> None:
         self.core = core
-        self._cap = cap_bytes
+        self._given_cap = cap_bytes
         self._units = units
         self._open: dict[Any, list[Tensor]] = {}
         self._bytes: dict[Any, int] = {}
@@ -58,6 +62,10 @@ class HookSource:
     def look_at_params(self) -> None:
         """The optimizer's parameters are others than before."""
         self._arrivals.cover(self.core.everyone)
+        gradients = sum(local(p).nbytes for p in self.core.everyone)
+        self._cap = self._given_cap or min(max(gradients // 20, _CAP), _CAP_CUDA)
+        self._cap_cpu = self._given_cap or _CAP
+        self._facts = {id(p): (p.get_device(), local(p).nbytes, self._units.get(id(p))) for p in self.core.everyone}
 
     def look_at_graph(self, output: Any) -> None:
         """Once, at the first forward: will a backward run inside backward?"""
@@ -84,8 +92,7 @@ class HookSource:
             if not self._gathering or id(p) in self._pending:
                 return
             refuse_graph(p)
-            if p.grad is not None:
-                self._add(p, local(p.grad))
+            self._add(p)
 
     def flush(self) -> None:
         """Hand on all buckets, full or not."""
@@ -133,9 +140,9 @@ class HookSource:
         self._gathering = self.core.is_last_pass and not self._reentrant
         queue_callback(_end_of_pass(weakref.ref(self)))
 
-    def _add(self, p: Tensor, g: Tensor) -> None:
+    def _add(self, p: Tensor) -> None:
         self._pending.add(id(p))
-        unit = self._units.get(id(p))
+        device, size, unit = self._facts[id(p)]
         if unit is not None:
             for key in [key for key in self._open if key != unit and not self._may_come_again(key)]:
                 self._hand_on(key)
@@ -145,11 +152,11 @@ class HookSource:
                 self._hand_on(unit)
             return
         # What arrives on different streams of a device does not go into one kernel.
-        key = g.device if g.device.type != "cuda" else (g.device, torch.cuda.current_stream(g.device).cuda_stream)
-        self._open.setdefault(key, []).append(p)
-        self._bytes[key] = self._bytes.get(key, 0) + (g.nbytes if g.layout == torch.strided else 0)
-        if self._bytes[key] >= self._cap:
-            self._hand_on(key)
+        where: Any = device if not p.is_cuda else (device, torch._C._cuda_getCurrentRawStream(device))
+        self._open.setdefault(where, []).append(p)
+        total = self._bytes[where] = self._bytes.get(where, 0) + size
+        if total >= (self._cap if p.is_cuda else self._cap_cpu):
+            self._hand_on(where)
 
     def _may_come_again(self, key: Any) -> bool:
         """FSDP2 reduces once for every call of a unit's module, whatever has been added up by then."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.optim import RuleOptimizer
-from offbeat.optim.plan import Plan
+from offbeat.optim.base import PartPlans
 
 __all__ = ["OverlappedOptimizer", "overlapped", "register_overlapped"]
 
@@ -121,7 +121,7 @@ class _OverlappedRule(OverlappedOptimizer):
 
     def __init__(self, optimizer: RuleOptimizer) -> None:
         super().__init__(optimizer)
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._plans: PartPlans = {}
         self._group: dict[int, int] = {}
 
     def begin_step(self) -> None:

@@ -34,7 +34,7 @@ ROWS_A_THREAD = 256
 class AddressBook:
     """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
 
-    All tensors are plain, dense and on the CPU; those in one row have the same shape and layout. ``pinned`` are
+    All tensors are plain, dense and on one device; those in one row have the same shape and layout. ``pinned`` are
     further tensors that must stay where they are.
     """
 
@@ -58,6 +58,7 @@ class AddressBook:
             self._dtypes = array("q", [_dtype_code(column[0]) for column in self.columns])
             gradients, *others = [self.tables[1], self.tables[0], *self.tables[2:]]
             self._arguments = array("q", [rows, len(self.columns), id(None), id(Tensor), offset])
+            self._arguments.extend(_place(self.columns[0][0].device))
             self._pinned_handles = array("q", [id(t) + offset for t in self.pinned])
             fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
             fixed += [self._pinned_handles, self._pinned_at]
@@ -148,12 +149,13 @@ def _library() -> tuple[Any, int] | None:
     except (AttributeError, OSError):
         return None
     functions.extend((*layout, id(Tensor), id(torch.nn.Parameter)))
+    _keys_at.append(layout[0])
     library.offbeat_bind.argtypes, library.offbeat_bind.restype = (ctypes.c_void_p,), None
     library.offbeat_bind(functions.buffer_info()[0])
     library.offbeat_read.argtypes = (ctypes.py_object, ctypes.py_object, ctypes.c_void_p, ctypes.c_int64)
     library.offbeat_read.restype = ctypes.c_int64
     library.offbeat_bump.argtypes, library.offbeat_bump.restype = (ctypes.c_void_p, ctypes.c_int64), None
-    for name in ("offbeat_dtype", "offbeat_address", "offbeat_gradient"):
+    for name in ("offbeat_dtype", "offbeat_device", "offbeat_index", "offbeat_address", "offbeat_gradient"):
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_int64
     return (library, offset) if _works(library, offset) else None
@@ -174,7 +176,7 @@ def _works(library: Any, offset: int) -> bool:
 
 def _torch_functions() -> array[int]:
     torch_library = ctypes.CDLL(torch._C.__file__)
-    names = ("layout", "dtype", "device_type", "dim", "sizes", "strides", "data_ptr")
+    names = ("layout", "dtype", "device_type", "device_index", "dim", "sizes", "strides", "data_ptr")
     functions = [getattr(torch_library, f"aoti_torch_get_{name}") for name in names]
     functions.append(torch_library.aoti_torch_is_defined)
     functions.append(torch_library._ZNK3c1010TensorImpl4gradEv)  # c10::TensorImpl::grad() const
@@ -204,8 +206,8 @@ def _words(address: int, end: int) -> dict[int, int]:
     return {at: ctypes.c_int64.from_address(address + at).value for at in range(0, end, 8)}
 
 
-def _measure_layout(offset: int) -> tuple[int, int, int, int] | None:
-    """Where a tensor keeps its dispatch keys and its Python object, and an object its type; and plain tensors' keys.
+def _measure_layout(offset: int) -> tuple[int, int, int] | None:
+    """Where a tensor keeps its dispatch keys and its Python object, and an object its type.
 
     Found by comparing tensors that differ in just that. None if it is not clear-cut.
     """
@@ -228,7 +230,22 @@ def _measure_layout(offset: int) -> tuple[int, int, int, int] | None:
     types = [at for at in range(0, offset, 8) if all(_words(id(t), offset)[at] == id(type(t)) for t in plain)]
     if len(keys) != 1 or len(objects) != 1 or len(types) != 1:
         return None
-    return keys[0], objects[0], types[0], common[keys[0]]
+    return keys[0], objects[0], types[0]
+
+
+#: Where a tensor keeps its dispatch keys, once that has been measured.
+_keys_at: list[int] = []
+
+
+@functools.lru_cache(maxsize=64)
+def _place(device: torch.device) -> tuple[int, int, int]:
+    """What a plain tensor on this device has for dispatch keys, and how torch's C interface numbers the device."""
+    found = _library()
+    assert found is not None
+    library, offset = found
+    plain = torch.zeros(1, device=device)
+    keys = ctypes.c_int64.from_address(plain._cdata + _keys_at[-1]).value
+    return keys, int(library.offbeat_device(id(plain) + offset)), int(library.offbeat_index(id(plain) + offset))
 
 
 def _reader() -> tuple[Any, int] | None:

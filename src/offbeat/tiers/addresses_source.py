@@ -13,21 +13,22 @@ extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 
 /* torch's stable C interface, and what a tensor's gradient is; the addresses of the functions are handed in. */
 static struct {
-  int (*layout)(void *, int *), (*dtype)(void *, int *), (*device)(void *, int *), (*dim)(void *, i64 *);
+  int (*layout)(void *, int *), (*dtype)(void *, int *), (*device)(void *, int *), (*index)(void *, int *);
+  int (*dim)(void *, i64 *);
   int (*sizes)(void *, i64 **), (*strides)(void *, i64 **), (*data)(void *, void **);
   int (*defined)(void *, unsigned char *);
   void *(*gradient)(void *);
   void (*bump)(void *);
-  /* Where a tensor keeps its dispatch keys and its Python object, and that its type; what keys a plain one has. */
-  i64 keys_at, object_at, type_at, plain_keys, tensor_type, parameter_type;
+  /* Where a tensor keeps its dispatch keys and its Python object, and that its type. */
+  i64 keys_at, object_at, type_at, tensor_type, parameter_type;
 } get;
 
 #define WORD(base, offset) (*(const i64 *)((const char *)(base) + (offset)))
 
 /* Whether the tensor is what its memory says: no subclass, no lazy sign or zero, no inference tensor. */
-static int plain(void *handle) {
+static int plain(void *handle, i64 keys) {
   const void *tensor = *(void **)handle;
-  if (WORD(tensor, get.keys_at) != get.plain_keys) return 0;
+  if (WORD(tensor, get.keys_at) != keys) return 0;
   i64 object = WORD(tensor, get.object_at);
   if (!object) return 1;
   i64 type = WORD(object, get.type_at);
@@ -37,22 +38,23 @@ static int plain(void *handle) {
 void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
 
 struct request {
-  i64 rows, columns, none, tensor_type, offset, pinned;
+  i64 rows, columns, none, tensor_type, offset, keys, device, index, pinned;
   const i64 *starts, *metadata, *dtypes;
   i64 *gradients;
   const i64 *pinned_handles, *pinned_at;
   i64 *tables[];  /* handles of each column, then the table of each column */
 };
 
-/* Whether the tensor is strided, on the CPU, and has this dtype, shape and layout; its address if so. */
-static int fits(void *handle, i64 dtype, const i64 *expected, i64 *address) {
+/* Whether the tensor is strided, on this device, and has this dtype, shape and layout; its address if so. */
+static int fits(const struct request *r, void *handle, i64 dtype, const i64 *expected, i64 *address) {
   int code;
   i64 dim, *sizes, *strides;
   void *data;
-  if (!plain(handle)) return 0;
+  if (!plain(handle, r->keys)) return 0;
   if (get.layout(handle, &code) || code != 0) return 0;
   if (get.dtype(handle, &code) || code != dtype) return 0;
-  if (get.device(handle, &code) || code != 0) return 0;
+  if (get.device(handle, &code) || code != r->device) return 0;
+  if (get.index(handle, &code) || code != r->index) return 0;
   if (get.dim(handle, &dim) || dim != expected[0]) return 0;
   if (get.sizes(handle, &sizes) || get.strides(handle, &strides)) return 0;
   i64 elements = 1;
@@ -72,7 +74,7 @@ static int read_row(const struct reading *reading, i64 i, i64 *count) {
   const i64 *expected = r->metadata + r->starts[i];
   void *gradient;
   for (i64 c = 0; c < r->columns; ++c)
-    if (!fits((void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
+    if (!fits(r, (void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
   r->gradients[i] = 0;
   if (reading->gradients) {
     PyObject *g = PyList_GetItem(reading->gradients, i);
@@ -85,7 +87,7 @@ static int read_row(const struct reading *reading, i64 i, i64 *count) {
     if (get.defined(gradient, &defined)) return 0;
     if (!defined) return 1;
   }
-  if (!fits(gradient, r->dtypes[0], expected, &r->gradients[i])) return 0;
+  if (!fits(r, gradient, r->dtypes[0], expected, &r->gradients[i])) return 0;
   if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
   ++*count;
   return 1;
@@ -139,6 +141,8 @@ void offbeat_bump(const struct request *r, i64 threads) {
 }
 
 i64 offbeat_dtype(i64 handle) { int code; return get.dtype((void *)handle, &code) ? -1 : code; }
+i64 offbeat_device(i64 handle) { int code; return get.device((void *)handle, &code) ? -1 : code; }
+i64 offbeat_index(i64 handle) { int code; return get.index((void *)handle, &code) ? -1 : code; }
 i64 offbeat_address(i64 handle) { void *p; return get.data((void *)handle, &p) ? -1 : (i64)p; }
 i64 offbeat_gradient(i64 handle) { return *(i64 *)get.gradient(*(void **)handle); }
 """
