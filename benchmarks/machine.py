@@ -19,8 +19,10 @@ def describe_machine(command: str) -> dict[str, str]:
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "command": command,
+        **gpu,
         "cpu": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
         "threads": str(torch.get_num_threads()),
         "python": platform.python_version(),

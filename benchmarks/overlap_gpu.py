@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import torch
-from benchmarks.gpt import GPT, LARGE
 
 import offbeat
+from benchmarks.gpt import GPT, LARGE
 
 __all__ = ["VARIANTS", "measure"]
 

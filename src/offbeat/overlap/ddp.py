@@ -172,13 +172,14 @@ class _CommHook:
         """One optimizer less. The user's hook stays: without it the numbers would change."""
         self._sources = [other for other in self._sources if other() is not source]
         if not self.sources and self._thread is not None:
-            self._thread.shutdown(wait=False)
+            self._thread.shutdown()
             self._thread = None
 
     def run(self, bucket: Any) -> Future[Any]:
         """DDP's call: a bucket holds this rank's gradients."""
         params, buffer = bucket.parameters(), bucket.buffer()
-        sources = self.sources
+        # A rank that has run out of data (join()) reduces zeros outside of any backward, to keep the others going.
+        sources = self.sources if current_pass() != -1 else []
         shares = [(source, source.share(params, first=bucket.index() == 0)) for source in sources]
         if bucket.is_last() and sources:
             # DDP's own end of backward is queued after this hook returns; ours must come after that.

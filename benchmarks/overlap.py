@@ -1,0 +1,123 @@
+"""Overlap, measured.
+
+    python -m benchmarks.overlap gpu    # a 1.42 B GPT on one GPU: time and memory, each variant in its own process
+    python -m benchmarks.overlap race   # two ranks on one GPU: bit for bit as without overlap, many times
+    python -m benchmarks.overlap link   # DDP over 1 Gbit/s on the CPU: how much of the optimizer is hidden (root)
+
+``--save`` writes benchmarks/results/overlap-*.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def gpu(rounds: int, steps: int) -> dict[str, Any]:
+    """Variants take turns, each run in a process of its own; the median over runs of the median over steps."""
+    from benchmarks.overlap_gpu import VARIANTS
+
+    caches = {"none": "autocast(cache_enabled=False)", "forward": "autocast's weight cache (the default)"}
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for turn in range(rounds):
+        for cache in caches if turn < 2 else ("none",):
+            for name, variant in VARIANTS.items():
+                words = [sys.executable, "-m", "benchmarks.overlap_gpu", variant, str(steps), "0", cache]
+                line = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+                print(cache, line, flush=True)
+                runs.setdefault((cache, name), []).append(json.loads(line))
+    table = []
+    for (cache, name), found in runs.items():
+        table.append(
+            {
+                "cache": caches[cache],
+                "variant": name,
+                "runs": len(found),
+                "ms": statistics.median(run["ms"] for run in found),
+                "fastest_ms": min(run["fastest_ms"] for run in found),
+                "peak_gib": max(run["peak_gib"] for run in found),
+                "gradients_gib": found[0]["gradients_gib"],
+                "losses": sorted({run["last_loss"] for run in found}),
+            }
+        )
+    return {"table": table}
+
+
+def gpu_report(result: dict[str, Any]) -> list[str]:
+    lines = []
+    for cache in dict.fromkeys(row["cache"] for row in result["table"]):
+        rows = [row for row in result["table"] if row["cache"] == cache]
+        base = rows[0]
+        lines += [f"## With {cache}", "", "| | ms a step | fastest ms | peak GiB | saved, of the gradients' bytes |"]
+        lines += ["|---|---|---|---|---|"]
+        for row in rows:
+            saved = (base["peak_gib"] - row["peak_gib"]) / row["gradients_gib"]
+            cells = [row["variant"], f"{row['ms']:.1f}", f"{row['fastest_ms']:.1f}", f"{row['peak_gib']:.2f}"]
+            lines.append(f"| {' | '.join(cells)} | {saved:.0%} |")
+        different = len({tuple(row["losses"]) for row in rows if "clip" not in row["variant"]}) > 1
+        lines += ["", f"Gradients: {base['gradients_gib']} GiB. Runs: {base['runs']}, in turns."]
+        lines += [
+            f"The last losses of all variants without clipping are {'the same bits' if len(same) == 1 else same}.",
+            "",
+        ]
+    return lines
+
+
+def link_report(result: dict[str, Any]) -> list[str]:
+    from benchmarks.overlap_link import ARMS
+
+    lines = [f"| median ms a step | {' | '.join(ARMS)} | offbeat's step() alone | hidden |", "|---" * 7 + "|"]
+    for name, measured in result.items():
+        cells = [f"{measured[arm]['ms']:.0f}" for arm in ARMS]
+        alone = measured["offbeat after"]["step_ms"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {alone:.1f} | {measured['hidden']:.0%} |")
+    return [*lines, ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("gpu", "race", "link"))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--save", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    machine = describe_machine("python -m benchmarks.overlap " + " ".join(sys.argv[1:]))
+    given = {key: value for key in ("rounds", "steps") if (value := getattr(options, key)) is not None}
+    if options.what == "link":
+        from benchmarks.overlap_link import link
+
+        result = link(**given)
+        lines = link_report(result)
+        title = "DDP over a link of 1 Gbit/s, two ranks with one thread each"
+    elif options.what == "race":
+        from benchmarks.overlap_race import race
+
+        result = race(**given)
+        lines = [f"{key}: {value}" for key, value in result.items()]
+        title = "Two ranks on one GPU through gloo"
+    else:
+        result = gpu(**{"rounds": 5, "steps": 15, **given})
+        lines = gpu_report(result)
+        title = "Stepping in backward: a GPT of 1.42 B parameters, batch 1 x 1024, bfloat16 autocast, checkpointing"
+    text = "\n".join([f"# {title}", "", *(f"- {key}: {value}" for key, value in machine.items()), "", *lines])
+    print("\n" + text)
+    if options.save:
+        options.out.mkdir(exist_ok=True, parents=True)
+        (options.out / f"overlap-{options.what}.md").write_text(text.rstrip() + "\n")
+        (options.out / f"overlap-{options.what}.json").write_text(
+            json.dumps({"machine": machine, "result": result}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

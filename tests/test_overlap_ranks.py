@@ -1,0 +1,348 @@
+"""Overlap in real processes: what DDP and FSDP2 add, what they refuse, and that the overlap is one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from offbeat.overlap.consumed import ConsumedGradient
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("overlap_ranks")]
+
+SMALL = 0.0005
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 3))
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(module, optimizer, rank, steps=range(5)):
+    for step in steps:
+        module(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def three_ranks(rank: int, world: int) -> bool:
+    """A third is not a power of two: multiplying before the sum and dividing after it differ."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+        optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp)
+        train(ddp, optimizer, rank, range(20))
+    return same(*models)
+
+
+def test_an_odd_number_of_ranks_rounds_as_ddp_does():
+    assert run_ranks(three_ranks, 3) == [True] * 3
+
+
+def steps_while_others_travel(rank: int, world: int) -> list[str]:
+    """The last bucket's reduction is held up until the first bucket's parameters have been seen to change."""
+    model = make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    log: list[str] = []
+    first: list[torch.Tensor] = []
+
+    def hold_up(state, bucket):
+        if bucket.index() == 0:
+            first[:] = [bucket.parameters()[0], bucket.parameters()[0].detach().clone()]
+        reduced = default_hooks.allreduce_hook(None, bucket)
+        if bucket.index() == 0 or not bucket.is_last():
+            return reduced
+        answer = torch.futures.Future()
+
+        def wait():
+            value = reduced.wait()
+            for _ in range(2000):
+                if not torch.equal(first[0], first[1]):
+                    log.append("changed")
+                    break
+                threading.Event().wait(0.005)
+            answer.set_result(value)
+
+        threading.Thread(target=wait).start()
+        return answer
+
+    offbeat.overlap(optimizer, ddp, comm_hook=hold_up)
+    train(ddp, optimizer, rank, range(3))
+    return log
+
+
+def test_a_bucket_is_stepped_while_later_ones_travel():
+    # In the first step DDP has everything in one bucket.
+    assert run_ranks(steps_while_others_travel, 2) == [["changed"] * 2] * 2
+
+
+def ddp_refusals(rank: int, world: int) -> str:
+    model = make()
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(ValueError, match=r"allreduce_hook.*comm_hook="):
+        offbeat.overlap(optimizer, ddp)
+
+    ddp = DistributedDataParallel(model)
+    handle = offbeat.overlap(optimizer, ddp)
+    with pytest.raises(RuntimeError, match="register_comm_hook"):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    other = make(1)
+    with pytest.raises(ValueError, match="not in the module"):
+        offbeat.overlap(offbeat.SGD(other.parameters(), lr=0.1), ddp)
+    with pytest.raises(ValueError, match="overlapped with an optimizer already"):
+        offbeat.overlap(offbeat.SGD(model[0].parameters(), lr=0.1), ddp)
+
+    # The inner module instead of the wrapped one: its gradients are not reduced when they arrive.
+    handle.remove()
+    offbeat.overlap(optimizer, model)
+    with pytest.raises(RuntimeError, match="inside DistributedDataParallel"):
+        ddp(batch(0, rank))
+
+    part = nn.Sequential(DistributedDataParallel(make()), nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="part of this module"):
+        offbeat.overlap(offbeat.SGD(part.parameters(), lr=0.1), part)
+
+    from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+
+    flat = FullyShardedDataParallel(make(), device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="fully_shard"):
+        offbeat.overlap(offbeat.SGD(flat.parameters(), lr=0.1), flat)
+    sharded = make()
+    fully_shard(sharded, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    with pytest.raises(ValueError, match="CPUOffloadPolicy"):
+        offbeat.overlap(offbeat.SGD(sharded.parameters(), lr=0.1), sharded)
+    return "ok"
+
+
+def test_what_ddp_and_fsdp_cannot_do_is_said():
+    assert run_ranks(ddp_refusals, 2) == ["ok"] * 2
+
+
+def second_backward(rank: int, world: int) -> str:
+    for zero in (False, True):
+        model = make()
+        ddp = DistributedDataParallel(model)
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        offbeat.overlap(optimizer, ddp)
+        ddp(batch(0, rank)).sum().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        if zero:
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="accumulate"):
+            ddp(batch(1, rank)).sum().backward()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = make()
+    fully_shard(sharded)
+    optimizer = offbeat.SGD(sharded.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, sharded)
+    sharded(batch(0, rank)).sum().backward()
+    with pytest.raises((RuntimeError, AssertionError)):
+        sharded(batch(1, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="clip_norm="):
+        nn.utils.clip_grad_norm_(sharded.parameters(), 1.0)
+    return "ok"
+
+
+def test_a_backward_that_was_not_announced():
+    assert run_ranks(second_backward, 2) == ["ok"] * 2
+
+
+def removed_and_again(rank: int, world: int) -> bool:
+    models = [make(), make()]
+    ddps = [DistributedDataParallel(model, bucket_cap_mb=SMALL) for model in models]
+    opts = [offbeat.AdamW(model.parameters(), lr=0.1) for model in models]
+    handle = offbeat.overlap(opts[0], ddps[0])
+    for ddp, optimizer in zip(ddps, opts, strict=True):
+        train(ddp, optimizer, rank, range(3))
+    handle.remove()
+    assert not opts[0]._optimizer_step_pre_hooks
+    assert all(not p._post_accumulate_grad_hooks for p in models[0].parameters())
+    for ddp, optimizer in zip(ddps, opts, strict=True):
+        ddp(batch(3, rank)).sum().backward()
+        assert not any(isinstance(p.grad, ConsumedGradient) for p in ddp.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    offbeat.overlap(opts[0], ddps[0])
+    for ddp, optimizer in zip(ddps, opts, strict=True):
+        train(ddp, optimizer, rank, range(4, 7))
+    ddps[0](batch(8, rank)).sum().backward()
+    assert all(isinstance(p.grad, ConsumedGradient) for p in models[0].parameters())
+    opts[0].step()
+    ddps[1](batch(8, rank)).sum().backward()
+    opts[1].step()
+    return same(*models)
+
+
+def test_remove_and_overlap_again():
+    assert run_ranks(removed_and_again, 2) == [True] * 2
+
+
+def nothing_kept(rank: int, world: int) -> list[bool]:
+    kept = []
+    for remove in (True, False):
+        model = make()
+        ddp = DistributedDataParallel(model)
+        optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+        handle = offbeat.overlap(optimizer, ddp, clip_norm=1.0, clip="previous")
+        train(ddp, optimizer, rank, range(3))
+        if remove:
+            handle.remove()
+        ref = weakref.ref(optimizer)
+        del optimizer, handle
+        gc.collect()
+        kept.append(ref() is not None)
+        refs = [weakref.ref(ddp), *map(weakref.ref, model.parameters())]
+        del ddp, model
+        gc.collect()
+        kept.append(any(r() is not None for r in refs))
+    return kept
+
+
+def test_ddp_keeps_nothing_alive():
+    assert run_ranks(nothing_kept, 2) == [[False] * 4] * 2
+
+
+def failing_hook(rank: int, world: int) -> str:
+    """A reduction that fails is an error of backward, on this rank, at once; its bucket is not stepped."""
+    model = make()
+    ddp = DistributedDataParallel(model)
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+
+    def fail(state, bucket):
+        answer = torch.futures.Future()
+        answer.set_exception(ValueError("the wire is cut"))
+        return answer
+
+    offbeat.overlap(optimizer, ddp, comm_hook=fail)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(Exception, match="the wire is cut"):
+        ddp(batch(0, rank)).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    return "ok"
+
+
+def test_a_failed_reduction_is_an_error_of_backward():
+    assert run_ranks(failing_hook, 2) == ["ok"] * 2
+
+
+def ignored_and_foreign(rank: int, world: int) -> bool:
+    """A parameter DDP ignores, and one that no optimizer has."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight"])
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+        optimizer = offbeat.AdamW([p for name, p in model.named_parameters() if name != "2.weight"], lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp)
+        for step in range(20):
+            ddp(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            if step == 19:
+                assert model[2].weight.grad is not None
+            model.zero_grad()
+    return same(*models)
+
+
+def test_parameters_that_ddp_or_the_optimizer_does_not_have():
+    assert run_ranks(ignored_and_foreign, 2) == [True] * 2
+
+
+def hybrid(rank: int, world: int) -> list[float]:
+    """Sharded over one dimension of a mesh and replicated over the other: the norm counts every element once."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    whole = make()
+    model = make()
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    handle = offbeat.overlap(optimizer, model, clip_norm=0.05)
+    worst = 0.0
+    for step in range(20):
+        model(batch(step, rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole(torch.cat([batch(step, r) for r in range(world)])).square().mean().backward()
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        reference.step()
+        reference.zero_grad()
+        worst = max(worst, abs(handle.last_norm.item() - norm.item()))
+    apart = max(
+        (p.full_tensor() - q).abs().max().item() for p, q in zip(model.parameters(), whole.parameters(), strict=True)
+    )
+    return [worst, apart]
+
+
+def test_hybrid_sharding_clips_by_the_norm_of_the_whole():
+    for worst, apart in run_ranks(hybrid, 4):
+        assert worst < 1e-6
+        assert apart < 1e-6
+
+
+def passes_under_no_sync(rank: int, world: int) -> bool:
+    """accumulate=N counts passes under no_sync() as well."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+        optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp, accumulate=3)
+        for step in range(20):
+            for micro in range(2):
+                with ddp.no_sync():
+                    ddp(batch(3 * step + micro, rank)).square().mean().backward()
+            ddp(batch(3 * step + 2, rank)).square().mean().backward()
+            if overlapped:
+                assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    return same(*models)
+
+
+def test_passes_under_no_sync_count():
+    assert run_ranks(passes_under_no_sync, 2) == [True] * 2
+
+
+def uneven(rank: int, world: int) -> bool:
+    """join(): one rank runs out of data early."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp)
+        with ddp.join():
+            train(ddp, optimizer, rank, range(20 + 2 * rank))
+    return same(*models)
+
+
+def test_ranks_with_uneven_data():
+    assert run_ranks(uneven, 2) == [True] * 2
