@@ -65,10 +65,7 @@ def gpu_report(result: dict[str, Any]) -> list[str]:
             lines.append(f"| {' | '.join(cells)} | {saved:.0%} |")
         different = len({tuple(row["losses"]) for row in rows if "clip" not in row["variant"]}) > 1
         lines += ["", f"Gradients: {base['gradients_gib']} GiB. Runs: {base['runs']}, in turns."]
-        lines += [
-            f"The last losses of all variants without clipping are {'the same bits' if len(same) == 1 else same}.",
-            "",
-        ]
+        lines += [f"The last losses without clipping are {'NOT ' if different else ''}the same bits.", ""]
     return lines
 
 
