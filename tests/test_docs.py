@@ -13,18 +13,23 @@ import offbeat
 ROOT = Path(__file__).parent.parent
 
 
-def load_generator():
-    spec = importlib.util.spec_from_file_location("make_rules", ROOT / "docs" / "make_rules.py")
+def load_generator(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_rules_pages_are_what_the_generator_writes():
-    pages = load_generator().pages()
+    pages = load_generator("make_rules").pages()
     assert {path.name for path in (ROOT / "docs" / "rules").glob("*.md")} == set(pages)
     for name, text in pages.items():
         assert (ROOT / "docs" / "rules" / name).read_text() == text, f"run python docs/make_rules.py ({name})"
+
+
+def test_the_compatibility_table_is_made_from_the_tests():
+    generator = load_generator("make_overlap")
+    assert (ROOT / "docs" / "overlap.md").read_text() == generator.page(), "run python docs/make_overlap.py"
 
 
 @pytest.mark.parametrize("name", [n for n in offbeat.__all__ if not n.startswith("__")])

@@ -13,7 +13,10 @@ import torch
 
 import offbeat
 from offbeat.optim import plan as plan_module
+from offbeat.optim.native import NativePlan
+from offbeat.overlap.registry import overlapped
 from offbeat.tiers import addresses
+from offbeat.tiers import choice as choice_module
 from tests.cases import make_params, set_gradients
 
 
@@ -150,6 +153,41 @@ def test_a_change_between_steps_reaches_the_next_step(change):
             torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6, msg=lambda m: f"step {step}, parameter {i}: {m}")
         for p, q in zip(ours, twins, strict=True):
             assert a.state.get(p, {}).keys() == b.state.get(q, {}).keys()
+
+
+# torch's operators want one dtype for parameter and state.
+NATIVE_CHANGES = [change for change in CHANGES if change is not state_of_another_dtype]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.parametrize("change", NATIVE_CHANGES, ids=lambda f: f.__name__)
+def test_a_change_reaches_the_next_step_of_torchs_operator_too(change, parts, monkeypatch):
+    monkeypatch.setattr(choice_module, "_why_not_compiled", lambda program, tensors: "this test wants torch's operator")
+    shapes = [(3, 4), (), (0,), (7,), (130, 5), (1, 33), (5, 5)]
+    ours, twins = make_params(torch.float32, shapes=shapes), make_params(torch.float32, shapes=shapes)
+    ours, twins = ([torch.nn.Parameter(p.detach()) for p in ps] for ps in (ours, twins))
+    a = offbeat.AdamW(list(ours), lr=0.1, fused=True)
+    b = offbeat.AdamW(list(twins), lr=0.1, foreach=False)
+    bucketwise = overlapped(a)
+    for step in range(9):
+        if step == 4:
+            plans = (bucketwise._plans if parts else a._plans).values()
+            assert [type(plan) for plan in plans] == [NativePlan] * (2 if parts else 1)
+            a.zero_grad()
+            b.zero_grad()
+            change(a, ours)
+            change(b, twins)
+        set_gradients(step, ours, twins)
+        if parts:
+            bucketwise.begin_step()
+            members = [p for p in a.param_groups[0]["params"] if p.grad is not None]
+            for bucket in (members[4:], members[:4]):
+                bucketwise.step_bucket(bucket, [p.grad for p in bucket])
+        else:
+            a.step()
+        b.step()
+        for i, (p, q) in enumerate(zip(ours, twins, strict=True)):
+            torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6, msg=lambda m: f"step {step}, parameter {i}: {m}")
 
 
 def test_a_plan_is_used_when_nothing_changes(monkeypatch):

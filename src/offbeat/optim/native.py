@@ -37,7 +37,8 @@ class NativePlan:
         self.shards = [m.columns[0] for m in members]
         self.columns = {key: [m.columns[2 + i] for m in members] for i, key in enumerate(update.tensor_keys)}
         self.counters = {key: Scalars([m.scalars[i] for m in members]) for i, key in enumerate(update.scalar_keys)}
-        self.book = AddressBook([self.shards, *self.columns.values()])
+        counters = [counter.tensors for counter in self.counters.values()]
+        self.book = AddressBook([self.shards, *self.columns.values()], counters)
 
     def prepare(
         self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
