@@ -38,6 +38,7 @@ EVERYWHERE = (
     "clip_bucket",
     "scaler",
     "scaler_clip_exact",
+    "scaler_clip_bucket",
     "scheduler",
     "reload",
     "two_optimizers",
@@ -45,7 +46,15 @@ EVERYWHERE = (
 HOOKS = ("hook_allreduce", "hook_fp16", "hook_bf16", "hook_powersgd", "hook_post_local_sgd", "hook_own")
 ONLY: dict[str, tuple[str, ...]] = {
     "plain": (),
-    "ddp": ("accumulate_no_sync", "bucket_view", "find_unused", "static_graph", *HOOKS),
+    "ddp": (
+        "accumulate_no_sync",
+        "bucket_view",
+        "find_unused",
+        "find_unused_clip_exact",
+        "find_unused_clip_bucket",
+        "static_graph",
+        *HOOKS,
+    ),
     "fsdp2": ("accumulate_no_sync", "mixed_precision", "keep_unsharded"),
 }
 
@@ -90,14 +99,14 @@ class Model(nn.Module):
 def build(cell: Cell, rank: int, world: int) -> tuple[nn.Module, nn.Module]:
     """The module a user calls, and the one whose parameters are compared."""
     torch.manual_seed(0)
-    model = Model(sometimes=cell.feature in ("find_unused", "static_graph") or cell.where == "plain")
+    model = Model(sometimes=cell.feature.startswith(("find_unused", "static_graph")) or cell.where == "plain")
     if cell.where == "ddp":
         wrapped = nn.parallel.DistributedDataParallel(
             model,
             # torch's PowerSGD waits inside gloo's threads and hangs, without any overlap, if buckets follow closely.
             bucket_cap_mb=25 if cell.feature == "hook_powersgd" else 0.002,
             gradient_as_bucket_view=cell.feature in ("bucket_view", "hook_own"),
-            find_unused_parameters=cell.feature == "find_unused",
+            find_unused_parameters=cell.feature.startswith("find_unused"),
             static_graph=cell.feature == "static_graph",
         )
         return wrapped, model

@@ -625,6 +625,37 @@ def test_a_graph_of_gradients_is_refused():
     model.zero_grad()
 
 
+def test_copies_of_an_overlapped_module_are_free_of_it(tmp_path):
+    model = make()
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, model)
+    train(model, optimizer, range(2))
+    copied = copy.deepcopy(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    other = copy.deepcopy(optimizer)
+    for one in (copied, loaded):
+        one(batch(0)).sum().backward()
+        assert not any(isinstance(p.grad, ConsumedGradient) for p in one.parameters())
+        assert_same(one, model)
+    assert not other._optimizer_step_pre_hooks
+    train(model, optimizer, range(2), before_step=lambda: assert_all_used(model))
+
+
+def test_a_parameter_taken_out_by_hand_is_left_alone_at_once():
+    a, b = make(), make()
+    opts = [offbeat.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (a, b)]
+    offbeat.overlap(opts[0], a)
+    for step in range(5):
+        for model, optimizer in zip((a, b), opts, strict=True):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            if step == 2:
+                optimizer.param_groups[0]["params"] = list(model.parameters())[2:]
+    assert_same(a, b)
+
+
 # Taking it away
 
 

@@ -46,6 +46,7 @@ class Clipping:
         self.limit, self.mode = limit, mode
         self.last: Tensor | None = None
         self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, its gradient and its version
+        self._coefficients: dict[int, Tensor] = {}  # by parameter: that of its bucket
 
     @property
     def waits(self) -> bool:
@@ -69,7 +70,7 @@ class Clipping:
 
     def moved(self, param: Tensor) -> None:
         """A measured gradient lies in ``.grad`` now, unchanged."""
-        if id(param) in self._norms and param.grad is not None:
+        if id(param) in self._norms and not self._is_stepped(param) and param.grad is not None:
             self._norms[id(param)] = (self._norms[id(param)][0], param.grad, param.grad._version)
 
     def forget_gradients(self, params: Sequence[Tensor]) -> None:
@@ -78,12 +79,19 @@ class Clipping:
             norm, *_ = self._norms[id(p)]
             self._norms[id(p)] = (norm, norm, -1)
 
-    def clip_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], shards: Shards) -> None:
-        """Multiply a measured bucket's gradients, for the modes that do not wait."""
-        norm = self.last
+    def weigh_bucket(self, params: Sequence[Tensor], shards: Shards) -> None:
+        """Work out what a measured bucket is multiplied with, for whoever of it is updated now or later."""
         if self.mode == "bucket":
-            norm = self._total(params, params, shards)
-        self._multiply(grads, norm)
+            coefficient = self._coefficient(self._total(params, params, shards))
+            self._coefficients.update((id(p), coefficient) for p in params)
+
+    def clip_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Multiply gradients of a bucket, for the modes that do not wait."""
+        if self.mode == "bucket":
+            self._multiply(grads, self._coefficients[id(params[0])])
+        else:
+            assert self.last is not None
+            self._multiply(grads, self._coefficient(self.last))
 
     def finish(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards, *, counts: bool) -> None:
         """Close the step: work out the norm of all its gradients, and clip those of the parameters ``left``.
@@ -96,29 +104,42 @@ class Clipping:
         """
         stale = [p for p in left if not self._is_fresh(p)]
         self.measure(stale, [p.grad for p in stale if p.grad is not None])
-        total = self._total(everyone, everyone, shards)
+        # What DDP found unused on all ranks was measured as zero, and has no gradient after all.
+        waiting = {id(p) for p in left}
+        counted = [p for p in everyone if id(p) in waiting or self._is_stepped(p)]
+        total = self._total(counted, everyone, shards)
         if self.mode == "bucket":
+            changed = {id(p) for p in stale}
+            weighed = [p for p in left if id(p) in self._coefficients and id(p) not in changed]
+            for coefficient, some in _by_coefficient(weighed, self._coefficients):
+                self._multiply([p.grad for p in some if p.grad is not None], coefficient)
+            here = {id(p) for p in weighed}
+            left = [p for p in left if id(p) not in here]
             norm = self._total(left, everyone, shards)
         else:
             norm = total if self.waits else self.last
-        self._multiply([p.grad for p in left if p.grad is not None], norm)
-        self._norms = {}
+        if left:
+            self._multiply([p.grad for p in left if p.grad is not None], self._coefficient(norm))
+        self.drop()
         if counts and total is not None:
             self.last = total
 
     def drop(self) -> None:
-        """Forget the norms of a step that is not to be."""
-        self._norms = {}
+        """Forget the norms of a step."""
+        self._norms, self._coefficients = {}, {}
+
+    def _is_stepped(self, p: Tensor) -> bool:
+        return id(p) in self._norms and self._norms[id(p)][2] == -1
 
     def _is_fresh(self, p: Tensor) -> bool:
         found = self._norms.get(id(p))
         return found is not None and found[1] is p.grad and p.grad is not None and found[2] == p.grad._version
 
-    def _multiply(self, grads: Sequence[Tensor], norm: Tensor | None) -> None:
-        if not grads:
-            return
+    def _coefficient(self, norm: Tensor | None) -> Tensor:
         assert norm is not None
-        coefficient = torch.clamp(self.limit / (norm + 1e-6), max=1.0)
+        return torch.clamp(self.limit / (norm + 1e-6), max=1.0)
+
+    def _multiply(self, grads: Sequence[Tensor], coefficient: Tensor) -> None:
         kinds: dict[Any, list[Tensor]] = {}
         for g in map(local, grads):
             kinds.setdefault((g.device, g.dtype), []).append(g)
@@ -146,3 +167,11 @@ class Clipping:
                 dist.all_reduce(square, group=group)
             squares.append(square)
         return torch.stack([square.to(squares[-1]) for square in squares]).sum().sqrt()
+
+
+def _by_coefficient(params: Sequence[Tensor], coefficients: dict[int, Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    found: dict[int, tuple[Tensor, list[Tensor]]] = {}
+    for p in params:
+        coefficient = coefficients[id(p)]
+        found.setdefault(id(coefficient), (coefficient, []))[1].append(p)
+    return list(found.values())

@@ -91,20 +91,30 @@ class Core:
             self._passes += 1
 
     @torch.no_grad()
-    def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], now: Sequence[int] | None = None) -> bool:
         """Gradients that are final: look at them, and update their parameters unless that must wait.
 
+        Args:
+            params: the bucket, the same on every rank.
+            grads: their gradients.
+            now: positions of those that may be updated now (None: all); the others are left to ``optimizer.step()``.
+
         Returns:
-            Whether the parameters have been updated.
+            Whether parameters have been updated.
         """
         if self.scaling is not None:
             self.scaling.unscale(params, grads)
         if self.clip is not None:
             self.clip.measure(params, grads)
+            self.clip.weigh_bucket(params, self.shards)
         if self.waits:
             return False
+        if now is not None:
+            params, grads = [params[i] for i in now], [grads[i] for i in now]
+        if not params:
+            return False
         if self.clip is not None:
-            self.clip.clip_bucket(params, grads, self.shards)
+            self.clip.clip_bucket(params, grads)
             self.clip.forget_gradients(params)
         if self._options is None:
             self._options = _options(self.optimizer)

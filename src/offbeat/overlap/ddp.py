@@ -91,22 +91,28 @@ class DdpSource:
                 self.core.begin_pass()
             self._pass = current_pass()
 
-    def share(self, params: Sequence[Tensor], *, first: bool) -> list[int] | None:
-        """Which of a bucket's parameters to step when it is reduced; None if it is not the time.
+    def share(self, params: Sequence[Tensor], *, first: bool) -> tuple[list[int], list[int]] | None:
+        """Which of a bucket's parameters are this optimizer's, and which of those to step when the bucket is reduced.
 
         A parameter this rank did not use may be unused everywhere, and must then be left alone. DDP knows only at
         the end of backward; what it leaves in ``.grad`` is stepped by ``optimizer.step()``.
+
+        Returns:
+            Positions in the bucket, and positions in that list; None if it is not the time.
         """
         if self._removed:
             raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
         if first:
             self._running = True
-            if self.core.accumulate == 1:
-                with self.core.lock:
+            with self.core.lock:
+                if self.core.look_at_groups():
+                    self.look_at_params()
+                if self.core.accumulate == 1:
                     self.core.begin_pass()
         if not self.core.is_last_pass:
             return None
-        return [i for i, p in enumerate(params) if id(p) in self._local and p in self._arrivals]
+        mine = [i for i, p in enumerate(params) if p in self._arrivals]
+        return mine, [k for k, i in enumerate(mine) if id(params[i]) in self._local]
 
     def end_pass(self) -> None:
         """DDP has put the reduced gradients into ``.grad``."""
@@ -185,12 +191,12 @@ class _CommHook:
             # DDP's own end of backward is queued after this hook returns; ours must come after that.
             ends = [weakref.ref(source) for source in sources]
             queue_callback(lambda: queue_callback(lambda: _end_all(ends)))
-        wanted = [(source, share) for source, share in shares if share]
+        wanted = [(source, share) for source, share in shares if share is not None and share[0]]
         views = bucket.gradients() if wanted and buffer.layout == torch.strided else []
         reduced: Future[Any] = self.inner(self.state, bucket) if self.inner is not None else self._mean(buffer)
         if not views:
             return reduced
-        jobs = [(source, [params[i] for i in share], [views[i] for i in share]) for source, share in wanted]
+        jobs = [(source, [params[i] for i in mine], [views[i] for i in mine], now) for source, (mine, now) in wanted]
         if buffer.device.type == "cpu":
             return self._step_in_thread(reduced, buffer, jobs)
         return self._step_in_stream(reduced, buffer, jobs)
@@ -266,13 +272,13 @@ def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> None:
     if result.dtype != buffer.dtype:
         buffer.copy_(result)  # as DDP would bring it into .grad
         result = buffer
-    for source, params, views in jobs:
+    for source, params, views, now in jobs:
         grads = views
         if result.data_ptr() != buffer.data_ptr():  # the hook made a new tensor
             shift = result.storage_offset() - buffer.storage_offset()
             grads = [result.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in views]
         with source.core.lock:
-            source.core.bucket(params, grads)
+            source.core.bucket(params, grads, now)
 
 
 def _end_all(sources: list[weakref.ref[DdpSource]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +11,37 @@ import torch
 from offbeat.overlap.passes import current_pass
 
 __all__ = ["Unit", "fsdp_units"]
+
+
+class ModuleHook:
+    """A hook on a module that a copy of the module, pickled or not, does not have."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return _get_nothing, ()
+
+
+def _get_nothing() -> Any:
+    return _nothing
+
+
+def _nothing(*args: Any) -> None:
+    """What copies get."""
+
+
+class _CountCalls(ModuleHook):
+    """A hook before forward."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, module: Any, args: Any) -> None:
+        unit = self._unit() if not torch.compiler.is_compiling() else None
+        # A recomputation during backward is no call.
+        if unit is not None and torch.is_grad_enabled() and current_pass() == -1:
+            unit.calls += 1
 
 
 class Unit:
@@ -27,14 +59,8 @@ class Unit:
 
     def count_calls(self) -> list[Any]:
         """Count calls that backward will come back to; returns the hooks."""
-
-        def called(module: Any, args: Any) -> None:
-            # A recomputation during backward is no call.
-            if not torch.compiler.is_compiling() and torch.is_grad_enabled() and current_pass() == -1:
-                self.calls += 1
-
-        modules, self._modules = self._modules, []  # the hooks know them
-        return [module.register_forward_pre_hook(called) for module in modules]
+        modules, self._modules = self._modules, []
+        return [module.register_forward_pre_hook(_CountCalls(self)) for module in modules]
 
 
 def fsdp_units(module: torch.nn.Module) -> dict[int, Unit]:

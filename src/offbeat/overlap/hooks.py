@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.optim.gradients import local
 from offbeat.overlap.arrivals import Arrivals, refuse_graph
 from offbeat.overlap.core import Core
-from offbeat.overlap.fsdp import Unit
+from offbeat.overlap.fsdp import ModuleHook, Unit
 from offbeat.overlap.passes import current_pass, has_reentrant_checkpoint, is_nested, queue_callback
 
 __all__ = ["HookSource"]
@@ -50,12 +50,15 @@ class HookSource:
         self._pass: int | None = None
         self._gathering = False
         self._reentrant = False
+        self._looked = False
         self._removed = False
         self._arrivals = Arrivals(self, module)
         self.look_at_params()
         me = weakref.ref(self)
-        self._looking = outer.register_forward_hook(_look_for_reentrance(me))
-        self._on_module = [outer.register_forward_pre_hook(_refuse_ddp), self._looking]
+        self._on_module = [
+            outer.register_forward_pre_hook(_RefuseDdp()),
+            outer.register_forward_hook(_LookForReentrance(me)),
+        ]
         for unit in {id(unit): unit for unit in units.values()}.values():
             self._on_module += unit.count_calls()
 
@@ -69,8 +72,8 @@ class HookSource:
 
     def look_at_graph(self, output: Any) -> None:
         """Once, at the first forward: will a backward run inside backward?"""
-        if torch.is_grad_enabled():
-            self._looking.remove()
+        if torch.is_grad_enabled() and not self._looked:
+            self._looked = True
             self._reentrant = self._reentrant or has_reentrant_checkpoint(output)
             if self._reentrant:
                 _warn_of_reentrance()
@@ -89,7 +92,7 @@ class HookSource:
                     "had been updated with the first; was it used in a checkpoint(use_reentrant=True) that "
                     "overlap() could not see? Use use_reentrant=False"
                 )
-            if not self._gathering or id(p) in self._pending:
+            if not self._gathering or id(p) in self._pending or p not in self._arrivals:
                 return
             refuse_graph(p)
             self._add(p)
@@ -136,6 +139,8 @@ class HookSource:
             self._gathering = False
             return
         self.core.begin_pass()
+        if self.core.look_at_groups():
+            self.look_at_params()
         self._pass = now
         self._gathering = self.core.is_last_pass and not self._reentrant
         queue_callback(_end_of_pass(weakref.ref(self)))
@@ -182,22 +187,27 @@ def _end_of_pass(source: weakref.ref[HookSource]) -> Any:
     return end_of_pass
 
 
-def _look_for_reentrance(source: weakref.ref[HookSource]) -> Any:
-    def look(module: Any, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            found = source()
-            if found is not None:
-                found.look_at_graph(output)
+class _LookForReentrance(ModuleHook):
+    """A forward hook."""
 
-    return look
+    def __init__(self, source: weakref.ref[HookSource]) -> None:
+        self._source = source
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        found = self._source() if not torch.compiler.is_compiling() else None
+        if found is not None:
+            found.look_at_graph(output)
 
 
-def _refuse_ddp(module: torch.nn.Module, args: Sequence[Any]) -> None:
-    if not torch.compiler.is_compiling() and DistributedDataParallel._active_ddp_module is not None:
-        raise RuntimeError(
-            "an overlapped module runs inside DistributedDataParallel, where its gradients are not reduced when its "
-            "parameters would be updated; give the DistributedDataParallel module to overlap() instead"
-        )
+class _RefuseDdp(ModuleHook):
+    """A hook before forward."""
+
+    def __call__(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
+        if not torch.compiler.is_compiling() and DistributedDataParallel._active_ddp_module is not None:
+            raise RuntimeError(
+                "an overlapped module runs inside DistributedDataParallel, where its gradients are not reduced when "
+                "its parameters would be updated; give the DistributedDataParallel module to overlap() instead"
+            )
 
 
 def _warn_of_reentrance() -> None:
