@@ -69,14 +69,16 @@ def assert_nobody_left(session: int) -> None:
 
 
 @pytest.mark.ranks
-def test_both_arms_learn_and_agree(tmp_path: Path) -> None:
+def test_all_arms_learn_and_agree(tmp_path: Path) -> None:
     process = start("--quick", "--json", str(tmp_path / "results.json"))
     code, out, err = finish(process)
     assert code == 0, err
     results = json.loads((tmp_path / "results.json").read_text())
-    torchs, ours = results["arms"]
-    assert (torchs["name"], ours["name"]) == ("torch.optim.AdamW(fused=True)", "offbeat.AdamW")
-    for arm in (torchs, ours):
+    torchs, ours, overlapped = results["arms"]
+    names = ["torch.optim.AdamW(fused=True)", "offbeat.AdamW", "offbeat.AdamW, overlap"]
+    assert [arm["name"] for arm in results["arms"]] == names
+    assert overlapped["parameter_digests"] == ours["parameter_digests"]
+    for arm in results["arms"]:
         assert arm["held_out_loss_after"] < arm["held_out_loss_before"] - 0.3
         assert arm["ranks_identical"] is True
         assert len(arm["parameter_digests"]) == results["ranks"] == 2

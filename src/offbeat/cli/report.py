@@ -111,7 +111,7 @@ def table(arms: list[ArmReport], difference: float) -> Table:
     return shown
 
 
-def sentences(torchs: ArmReport, ours: ArmReport) -> list[str]:
+def sentences(torchs: ArmReport, ours: ArmReport, overlapped: ArmReport) -> list[str]:
     """What was gained or lost, from the measured numbers alone."""
     share = torchs.optimizer_ms.median / torchs.step_ms.median
     explained = torchs.optimizer_ms.median - ours.optimizer_ms.median
@@ -119,8 +119,18 @@ def sentences(torchs: ArmReport, ours: ArmReport) -> list[str]:
         f"The optimizer's step: {_compared(torchs.optimizer_ms, ours.optimizer_ms)}.",
         f"The whole step: {_compared(torchs.step_ms, ours.step_ms, explained)}. The optimizer was {share:.1%} of it "
         "with torch, so that is the most a faster one could save here.",
+        _overlap(ours, overlapped),
         _learned(torchs, ours),
     ]
+
+
+def _overlap(ours: ArmReport, overlapped: ArmReport) -> str:
+    same = "bit for bit the same" if overlapped.parameter_digests == ours.parameter_digests else "NOT THE SAME"
+    return (
+        f"With overlap parameters were updated during backward: {overlapped.optimizer_ms.median:.3g} ms of the "
+        f"optimizer's {ours.optimizer_ms.median:.3g} were left for step(), the whole step took "
+        f"{overlapped.step_ms.median:.3g} ms against {ours.step_ms.median:.3g}, and the parameters are {same}."
+    )
 
 
 def _compared(torchs: Timing, ours: Timing, explained: float | None = None) -> str:

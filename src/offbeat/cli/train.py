@@ -36,10 +36,20 @@ TURN_STEPS = 5
 #: A rank that waits longer than this for the others gives up.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
-#: The two contestants, by the name they are shown under.
-ARMS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "torch.optim.AdamW(fused=True)": lambda model: torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True),
-    "offbeat.AdamW": lambda model: offbeat.AdamW(model.parameters(), lr=LEARNING_RATE),
+
+def _overlapped(replica: DistributedDataParallel) -> torch.optim.Optimizer:
+    optimizer = offbeat.AdamW(replica.parameters(), lr=LEARNING_RATE)
+    offbeat.overlap(optimizer, replica)
+    return optimizer
+
+
+#: The contestants, by the name they are shown under.
+ARMS: dict[str, Callable[[DistributedDataParallel], torch.optim.Optimizer]] = {
+    "torch.optim.AdamW(fused=True)": lambda replica: torch.optim.AdamW(
+        replica.parameters(), lr=LEARNING_RATE, fused=True
+    ),
+    "offbeat.AdamW": lambda replica: offbeat.AdamW(replica.parameters(), lr=LEARNING_RATE),
+    "offbeat.AdamW, overlap": _overlapped,
 }
 
 
@@ -92,7 +102,7 @@ def train(
     model = ByteGPT()
     generator = torch.Generator().manual_seed(job.seed + 1 + rank)
     replica = DistributedDataParallel(model)
-    optimizer = ARMS[job.arm](model)
+    optimizer = ARMS[job.arm](replica)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     start = _digest(model)
     before = _evaluate(model, corpus.train, rank, job), _evaluate(model, corpus.held_out, rank, job)
