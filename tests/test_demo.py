@@ -154,18 +154,23 @@ def report(*, optimizer: float, whole: float, spread: float = 0.01, after: float
 
 
 def test_the_sentences_follow_the_numbers() -> None:
+    def said(torchs: ArmReport, ours: ArmReport) -> list[str]:
+        return sentences(torchs, ours, report(optimizer=0.1, whole=48.0))
+
     torchs = report(optimizer=2.0, whole=50.0)
-    better = sentences(torchs, report(optimizer=1.0, whole=49.0))
+    better = said(torchs, report(optimizer=1.0, whole=49.0))
     assert "2.00 times as fast and saved 1 ms" in better[0]
     assert "4.0% of it" in better[1]
-    worse = sentences(torchs, report(optimizer=3.0, whole=51.0))
+    assert "0.1 ms of the optimizer's 1 were left for step()" in better[2]
+    assert "48 ms against 49, and the parameters are bit for bit the same" in better[2]
+    worse = said(torchs, report(optimizer=3.0, whole=51.0))
     assert "took 1.50 times as long and lost 1 ms" in worse[0]
     assert "lost 1 ms" in worse[1]
-    same = sentences(torchs, report(optimizer=1.9, whole=50.0, spread=0.5))
+    same = said(torchs, report(optimizer=1.9, whole=50.0, spread=0.5))
     assert "within the spread" in same[0]
-    elsewhere = sentences(torchs, report(optimizer=2.5, whole=60.0))
+    elsewhere = said(torchs, report(optimizer=2.5, whole=60.0))
     assert "+10 ms, of which the optimizer explains +0.5; the rest comes from elsewhere" in elsewhere[1]
-    assert "did not go down with arm" in sentences(torchs, report(optimizer=1.0, whole=50.0, after=6.0))[2]
+    assert "did not go down with arm" in said(torchs, report(optimizer=1.0, whole=50.0, after=6.0))[3]
 
 
 def test_the_library_does_not_need_the_command_line() -> None:

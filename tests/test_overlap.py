@@ -44,6 +44,7 @@ def assert_same(a: nn.Module, b: nn.Module) -> None:
 
 def assert_untouched(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
     for p in model.parameters():
@@ -175,17 +176,7 @@ def test_fewer_passes_than_announced_still_make_a_step():
 
 
 def test_a_parameter_used_only_in_an_earlier_micro_batch():
-    class Either(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(5, 3), nn.Linear(5, 3)
-
-        def forward(self, x, which):
-            return getattr(self, which)(x)
-
-    torch.manual_seed(0)
-    a = Either()
-    b = copy.deepcopy(a)
+    a, b = Either(), Either()
     opts = [offbeat.AdamW(m.parameters(), lr=0.1) for m in (a, b)]
     offbeat.overlap(opts[0], a, accumulate=2, clip_norm=0.5, clip="exact")
     for step in range(4):
@@ -506,6 +497,7 @@ def test_a_disabled_scaler_is_none():
         assert_all_used(a)
         scaler.step(opts[0])
         scaler.update()
+        opts[0].zero_grad()
     train(b, opts[1], range(3))
     assert_same(a, b)
 
@@ -587,7 +579,7 @@ def test_a_closure_is_refused_before_it_is_called():
 def test_a_backward_that_was_not_announced(zero, options):
     model = make()
     optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
-    offbeat.overlap(optimizer, model, **options)
+    handle = offbeat.overlap(optimizer, model, **options)
     for _ in range(options.get("accumulate", 1)):
         model(batch(0)).sum().backward()
     before = [p.clone() for p in model.parameters()]
@@ -597,9 +589,24 @@ def test_a_backward_that_was_not_announced(zero, options):
         with pytest.raises(RuntimeError, match="accumulate"):
             model(batch(1)).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    optimizer.step()  # the way out
-    optimizer.zero_grad()
-    train(model, optimizer, range(2))
+    if zero or options.get("clip_norm"):  # gradients of the refused pass lie about
+        with pytest.raises(RuntimeError, match=r"handle\.reset\(\)"):
+            optimizer.step()
+    handle.reset()
+    assert all(p.grad is None for p in model.parameters())
+    twin = copy.deepcopy(model)
+    other = offbeat.AdamW(twin.parameters(), lr=0.1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    count = options.get("accumulate", 1)
+    for one, opt in ((model, optimizer), (twin, other)):
+        for step in range(2 * count):
+            one(batch(step)).square().mean().backward()
+            if step % count == count - 1:
+                if one is twin and options.get("clip_norm"):
+                    nn.utils.clip_grad_norm_(one.parameters(), 1.0)
+                opt.step()
+                opt.zero_grad()
+    assert_same(model, twin)
 
 
 def test_options_changed_too_late():
@@ -837,3 +844,279 @@ def test_an_optimizer_class_may_be_decorated_itself():
     train(a, optimizer)
     train(b, torch.optim.SGD(b.parameters(), lr=0.1, foreach=False))
     assert_same(a, b)
+
+
+# What a hostile reader tried
+
+
+@pytest.mark.parametrize("meddle", ["none", "replace", "zero_grad", "zero", "reading"])
+def test_a_used_gradient_cannot_be_changed_any_more(meddle):
+    model = make()
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    handle = offbeat.overlap(optimizer, model)
+    model(batch(0)).sum().backward()
+    p = model[4].weight
+    if meddle == "none":
+        p.grad = None
+    elif meddle == "replace":
+        p.grad = torch.ones_like(p)
+    elif meddle == "zero_grad":
+        optimizer.zero_grad()
+    elif meddle == "zero":
+        optimizer.zero_grad(set_to_none=False)
+    else:
+        with pytest.raises(RuntimeError, match="used and freed"):
+            p.grad.abs()
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match="replaced or cleared between"):
+        optimizer.step()
+    handle.reset()
+    train(model, optimizer, range(2))
+
+
+def test_a_forgotten_zero_grad_is_told():
+    model = make()
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    handle = offbeat.overlap(optimizer, model)
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        model(batch(1)).sum().backward()
+    handle.reset()
+    train(model, optimizer, range(2))
+
+
+class Either(nn.Module):
+    """One of two layers is used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x, which):
+        return getattr(self, which)(x)
+
+
+@pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip": "previous"}])
+@pytest.mark.parametrize("where", ["after", "before"])
+def test_gradients_set_to_zero_instead_of_none(where, clip):
+    """An unused layer then has a gradient of zero, and weight decay and momentum act on it."""
+    a, b = Either(), Either()
+    opts = [offbeat.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (a, b)]
+    offbeat.overlap(opts[0], a, bucket_cap_mb=1e-6, **clip)
+    previous = None
+    for step in range(8):
+        for model, optimizer in zip((a, b), opts, strict=True):
+            if where == "before":
+                optimizer.zero_grad(set_to_none=False)
+            model(batch(step), "a" if step % 3 else "b").square().mean().backward()
+            if model is b and clip:
+                norm = nn.utils.get_total_norm([p.grad for p in b.parameters() if p.grad is not None])
+                by = previous if clip.get("clip") and previous is not None else norm
+                nn.utils.clip_grads_with_norm_(b.parameters(), 0.1, by)
+                previous = norm
+            optimizer.step()
+            if where == "after":
+                optimizer.zero_grad(set_to_none=False)
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"scaler": True}])
+def test_a_group_added_at_the_last_moment_is_clipped_and_unscaled(options):
+    a, b = make(), make()
+    opts = [offbeat.SGD(m[0].parameters(), lr=0.1) for m in (a, b)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, enabled="scaler" in options) for _ in range(2)]
+    offbeat.overlap(opts[0], a, **{**options, **({"scaler": scalers[0]} if "scaler" in options else {})})
+    for step in range(4):
+        for model, optimizer, scaler in zip((a, b), opts, scalers, strict=True):
+            scaler.scale(model(batch(step)).square().mean()).backward()
+            if step == 1:
+                optimizer.add_param_group({"params": list(model[2:].parameters())})
+            if model is b and "clip_norm" in options:
+                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+            scaler.step(optimizer)
+            scaler.update()
+            model.zero_grad()
+    assert_same(a, b)
+
+
+def test_step_hooks_see_gradients_clipped_or_not_at_all():
+    a, b = make(), make()
+    opts = [offbeat.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+
+    def halve(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    opts[0].register_step_pre_hook(halve)
+    offbeat.overlap(opts[0], a, clip_norm=0.05)
+    opts[0].register_step_pre_hook(halve)
+    for step in range(3):
+        for model, optimizer in zip((a, b), opts, strict=True):
+            model(batch(step)).square().mean().backward()
+            if model is b:
+                nn.utils.clip_grad_norm_(b.parameters(), 0.05)
+                halve(optimizer, (), {})
+                halve(optimizer, (), {})
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(a, b)
+    for before in (True, False):
+        model = make()
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        if before:
+            optimizer.register_step_pre_hook(halve)
+        offbeat.overlap(optimizer, model)
+        if not before:
+            optimizer.register_step_pre_hook(halve)
+        model(batch(0)).sum().backward()
+        with pytest.raises(RuntimeError, match="used and freed"):
+            optimizer.step()
+
+
+def test_gradients_changed_before_unscaling_are_told():
+    model = make()
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    handle = offbeat.overlap(optimizer, model, scaler=scaler)
+    scaler.scale(model(batch(0)).sum()).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match="unscales gradients during backward"):
+        scaler.step(optimizer)
+    handle.reset()
+    for _ in range(2):
+        scaler.scale(model(batch(0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def test_an_error_in_the_middle_of_backward_has_a_way_out():
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise MemoryError("too much")
+
+    for scaled in (False, True):
+        model = make()
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        handle = offbeat.overlap(optimizer, model, bucket_cap_mb=1e-6, scaler=scaler)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                scaler.scale(model[2:](Fail.apply(model[:2](batch(0)))).sum()).backward()
+            handle.reset()
+        for step in range(2):
+            scaler.scale(model(batch(step)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        handle.remove()
+
+
+def test_a_step_that_calls_its_parents_step():
+    class Child(torch.optim.SGD):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)  # torch hooks the parent's step now
+    a, b = make(), make()
+    opts = [Child(m.parameters(), lr=0.1, momentum=0.9) for m in (a, b)]
+    handle = offbeat.overlap(opts[0], a, bucket_cap_mb=TINY, clip_norm=0.05, clip="previous")
+    previous = None
+    for step in range(6):
+        for model, optimizer in zip((a, b), opts, strict=True):
+            model(batch(step)).square().mean().backward()
+            if model is b:
+                norm = nn.utils.get_total_norm([p.grad for p in b.parameters()])
+                nn.utils.clip_grads_with_norm_(b.parameters(), 0.05, norm if previous is None else previous)
+                previous = norm
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(a, b)
+    assert torch.equal(handle.last_norm, previous)
+
+
+def test_optimizers_that_are_more_than_the_sum_of_their_parameters():
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner):
+            self.inner = inner
+            super().__init__(inner.param_groups, inner.defaults)
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    class Counting(torch.optim.SGD):
+        t = 0
+
+        def step(self, closure=None):
+            self.t += 1
+            super().step(closure)
+
+    model = make()
+    with pytest.raises(TypeError, match="Wrapper wraps another optimizer"):
+        offbeat.overlap(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)), model)
+    counting = Counting(model.parameters(), lr=0.1)
+    counting.t = 0
+    offbeat.overlap(counting, model)
+    with pytest.raises(TypeError, match="changes t of the optimizer"):
+        model(batch(0)).sum().backward()
+
+    with pytest.warns(UserWarning, match="duplicate"):
+        twice = offbeat.SGD([model[0].weight, model[0].weight], lr=0.1)
+    with pytest.raises(ValueError, match="twice"):
+        offbeat.overlap(twice, make())
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match="no shape yet"):
+        offbeat.overlap(torch.optim.SGD(lazy.parameters(), lr=0.1), lazy)
+
+
+def test_a_backward_that_is_not_the_optimizers_own():
+    """A generator's loss goes through the discriminator; its gradients there are thrown away."""
+    models = [(make(1), nn.Linear(3, 1)) for _ in range(2)]
+    models[1][0].load_state_dict(models[0][0].state_dict())
+    models[1][1].load_state_dict(models[0][1].state_dict())
+    opts = [[offbeat.SGD(part.parameters(), lr=0.1) for part in pair] for pair in models]
+    handles = [offbeat.overlap(opt, part) for opt, part in zip(opts[0], models[0], strict=True)]
+    for step in range(4):
+        for k, (pair, (opt_g, opt_d)) in enumerate(zip(models, opts, strict=True)):
+            generator, discriminator = pair
+            discriminator(generator(batch(step)).detach()).square().mean().backward()
+            opt_d.step()
+            opt_d.zero_grad()
+            if k == 0:
+                with handles[1].accumulate():
+                    discriminator(generator(batch(step))).mean().backward()
+            else:
+                discriminator(generator(batch(step))).mean().backward()
+            opt_g.step()
+            opt_g.zero_grad()
+            opt_d.zero_grad()
+    for one, other in zip(*models, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.filterwarnings("ignore:checkpoint.use_reentrant=True")
+def test_the_last_norm_when_everything_is_in_one_reentrant_checkpoint():
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make()
+
+        def forward(self, x):
+            return checkpoint(self.body, x.requires_grad_(), use_reentrant=True)
+
+    model = Whole()
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    handle = offbeat.overlap(optimizer, model, clip_norm=0.05, clip="previous")
+    train(model, optimizer, range(2))
+    assert handle.last_norm is not None

@@ -346,3 +346,141 @@ def uneven(rank: int, world: int) -> bool:
 
 def test_ranks_with_uneven_data():
     assert run_ranks(uneven, 2) == [True] * 2
+
+
+def half_hook(state, bucket):
+    """Answers in another dtype than the bucket's."""
+    low = bucket.buffer().to(torch.bfloat16)
+    work = torch.distributed.all_reduce(low, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0] / 2)
+
+
+def another_dtype(rank: int, world: int) -> list[bool]:
+    """A hook that answers in another dtype, with a scaler: what DDP gets is what was unscaled."""
+    result = []
+    for scaled in (False, True):
+        models = [make(), make()]
+        for model, overlapped in zip(models, (True, False), strict=True):
+            ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL)
+            optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scaled)
+            if overlapped:
+                offbeat.overlap(optimizer, ddp, comm_hook=half_hook, scaler=scaler)
+            else:
+                ddp.register_comm_hook(None, half_hook)
+            for step in range(20):
+                scaler.scale(ddp(batch(step, rank)).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        result.append(same(*models))
+    return result
+
+
+def test_a_hook_that_answers_in_another_dtype():
+    assert run_ranks(another_dtype, 2) == [[True, True]] * 2
+
+
+def views_of_three(rank: int, world: int) -> bool:
+    """DDP divides what was added up in its bucket, and multiplies what it copies there."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model, bucket_cap_mb=SMALL, gradient_as_bucket_view=True)
+        optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp, accumulate=2)
+        for step in range(20):
+            for micro in range(2):
+                ddp(batch(2 * step + micro, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return same(*models)
+
+
+def test_three_ranks_that_accumulate_in_buckets():
+    assert run_ranks(views_of_three, 3) == [True] * 3
+
+
+def errors_and_ways_out(rank: int, world: int) -> str:
+    # A part of a DDP model that is never called itself.
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+        def forward(self, x):
+            return self.parts[1](self.parts[0](x))
+
+    model = Parts()
+    ddp = DistributedDataParallel(model)
+    optimizer = offbeat.SGD(model.parts.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, model.parts)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="DistributedDataParallel module"):
+        ddp(batch(0, rank)).sum().backward()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+    # An error of the optimizer in the thread that steps is that error, and training can go on.
+    class Fragile(torch.optim.SGD):
+        broken = False
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            if type(self).broken:
+                raise ArithmeticError("out of luck")
+            return super().step(closure)
+
+    model = make()
+    ddp = DistributedDataParallel(model)
+    fragile = Fragile(model.parameters(), lr=0.1)
+    handle = offbeat.overlap(fragile, ddp)
+    train(ddp, fragile, rank, range(2))
+    Fragile.broken = True
+    with pytest.raises(ArithmeticError, match="out of luck"):
+        ddp(batch(2, rank)).sum().backward()
+    Fragile.broken = False
+    with pytest.raises(RuntimeError, match=r"out of luck.*handle\.reset"):
+        fragile.step()
+    handle.reset()
+    train(ddp, fragile, rank, range(3, 5))
+
+    # A backward too many, with updates that wait: nothing of it may reach the parameters.
+    model = make()
+    ddp = DistributedDataParallel(model)
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    handle = offbeat.overlap(optimizer, ddp, clip_norm=0.1)
+    ddp(batch(0, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="accumulate"):
+        ddp(batch(1, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"handle\.reset"):
+        optimizer.step()
+    return "ok"
+
+
+def test_errors_under_ddp_have_a_way_out():
+    assert run_ranks(errors_and_ways_out, 2) == ["ok"] * 2
+
+
+def freed_with_accumulation(rank: int, world: int) -> list[int]:
+    """FSDP2 without reduction in all passes but the last: that one still steps during backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, model)
+    used = []
+    for step in range(3):
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model(batch(step, rank)).sum().backward()
+        used.append(sum(isinstance(p.grad, ConsumedGradient) for p in model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return used
+
+
+def test_fsdp2_frees_gradients_in_the_last_of_several_passes():
+    assert run_ranks(freed_with_accumulation, 2) == [[6, 6, 6]] * 2

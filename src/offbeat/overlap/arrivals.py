@@ -16,7 +16,7 @@ class Arrivals:
     """Calls ``listener.arrived(p)`` for the parameters of ``module`` it covers, as long as the listener lives."""
 
     def __init__(self, listener: Any, module: torch.nn.Module) -> None:
-        self._inside = {id(p) for p in module.parameters()}
+        self._module = weakref.ref(module)
         self._hooks: dict[int, Any] = {}
         ref = weakref.ref(listener)
 
@@ -29,7 +29,9 @@ class Arrivals:
 
     def cover(self, params: Iterable[Tensor]) -> None:
         """Have a hook on each of these that is in the module and trained, and on no other."""
-        wanted: dict[int, Any] = {id(p): p for p in params if p.requires_grad and id(p) in self._inside}
+        module = self._module()
+        inside = {id(p) for p in module.parameters()} if module is not None else set()
+        wanted: dict[int, Any] = {id(p): p for p in params if p.requires_grad and id(p) in inside}
         for key in list(self._hooks):
             if key not in wanted:
                 self._hooks.pop(key).remove()

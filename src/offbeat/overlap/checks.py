@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offbeat.overlap.clipping import MODES
+from offbeat.overlap.registry import is_registered
 
-__all__ = ["check_module", "check_options", "check_parameters", "owners"]
+__all__ = ["check_module", "check_options", "check_parameters", "owners", "refuse_inside_ddp"]
 
 #: By parameter, a weak reference to the handle that overlaps it.
 owners: Any = WeakIdKeyDictionary()
@@ -75,6 +79,16 @@ def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> No
         raise TypeError(
             f"optimizer must be a torch.optim.Optimizer with step hooks, but got {type(optimizer).__name__}"
         )
+    inner = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if inner is not None and not is_registered(type(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__} wraps another optimizer ({type(inner).__name__}), and overlap() cannot know "
+            "what it does around it for a part of the parameters; overlap the inner one, or say how it steps a bucket "
+            "with offbeat.register_overlapped"
+        )
+    every = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    if len(set(every)) < len(every):
+        raise ValueError("a parameter stands twice in the optimizer's groups; give every parameter once")
     names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     for i, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -89,6 +103,8 @@ def _check_parameter(p: Tensor, group: int, name: str | None, scaler: Any) -> No
             f"the optimizer has a parameter of shape {tuple(p.shape)} in group {group} that is not in the module; give "
             "overlap() the module the optimizer was made for (after fully_shard, make the optimizer anew)"
         )
+    if torch.nn.parameter.is_lazy(p):
+        raise ValueError(f"parameter {name!r} has no shape yet; run the module once before overlap()")
     owner = owners.get(p)
     if owner is not None and owner() is not None:
         raise ValueError(
@@ -100,3 +116,16 @@ def _check_parameter(p: Tensor, group: int, name: str | None, scaler: Any) -> No
             f"parameter {name!r} is float16, and GradScaler does not unscale float16 gradients; "
             "keep parameters in float32 and use torch.autocast"
         )
+
+
+def refuse_inside_ddp(params: Sequence[Tensor]) -> None:
+    """Raise if a DDP module somewhere in the program reduces one of these, which are taken for a plain module's."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    ours = {id(p) for p in params}
+    for one in gc.get_objects():
+        if type(one) is DistributedDataParallel and any(id(p) in ours for p in one.parameters()):
+            raise RuntimeError(
+                "overlapped parameters belong to a DistributedDataParallel module, which has not reduced their "
+                "gradients when they would be updated; give the DistributedDataParallel module to overlap() instead"
+            )

@@ -29,6 +29,10 @@ class Core:
         stepped: the parameters updated since the last step, by id.
         announced: how many ``accumulate()`` blocks the program is in.
         agreeing: process groups over which ranks must agree to skip a step.
+        in_bucket, in_step: whether a bucket, or the rest, is being stepped; a ``step`` that begins meanwhile (of a
+            parent class, say) is a part of that.
+        spoiled: why gradients are of no use any more.
+        hooks: our step hooks, the one that goes first and the one that goes last.
     """
 
     def __init__(self, optimizer: Optimizer, order: Sequence[Tensor], accumulate: int, clip: Clipping | None) -> None:
@@ -42,6 +46,12 @@ class Core:
         self.agreeing: list[Any] = []
         self.shards: Shards = {}
         self.everyone: list[Tensor] = []
+        self.in_bucket = self.in_step = False
+        self.spoiled: str | None = None
+        self.hooks: tuple[Any, Any] | None = None
+        self._touched = False
+        self._freed: set[int] = set()
+        self._used: list[Tensor] = []
         self._rank = {id(p): i for i, p in enumerate(order)}
         self._overlapped = overlapped(optimizer)
         self._passes = 0
@@ -58,7 +68,8 @@ class Core:
             return False
         self.everyone = params
         self.shards = {id(p): shard_groups(p) for p in params}
-        self._placeholders = {}
+        here = {*map(id, params), *self.stepped}
+        self._placeholders = {key: one for key, one in self._placeholders.items() if key in here}
         return True
 
     @property
@@ -74,13 +85,22 @@ class Core:
     @property
     def is_open(self) -> bool:
         """Whether a backward pass has begun what ``optimizer.step()`` has not finished."""
-        return self._passes > 0
+        return self._passes > 0 or self._touched
+
+    def note_arrival(self) -> None:
+        """A backward pass brings gradients."""
+        self._touched, self.in_step = True, False
+        if self.hooks is not None:  # others may have been registered since
+            order: Any = self.optimizer._optimizer_step_pre_hooks
+            order.move_to_end(self.hooks[0].id, last=False)
+            order.move_to_end(self.hooks[1].id)
 
     def begin_pass(self) -> None:
         """A backward pass has begun. Raises if gradients would be added to what has been used already."""
         if self.scaling is not None and self.scaling.is_over:
             self.reset()
         if self._passes >= self.accumulate:
+            self.spoiled = "a backward pass was refused after it had begun to add to gradients"
             raise RuntimeError(
                 f"backward() ran again before optimizer.step(): {self.accumulate} pass"
                 f"{'es were' if self.accumulate > 1 else ' was'} announced and the gradients of the last have been "
@@ -121,7 +141,14 @@ class Core:
             begin = getattr(self._overlapped, "begin_step", None)
             if begin is not None:
                 begin()
-        self._overlapped.step_bucket(params, grads)
+        self.in_bucket = True
+        try:
+            self._overlapped.step_bucket(params, grads)
+        except BaseException as error:
+            self.spoiled = f"a bucket could not be stepped ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self.in_bucket = False
         self.stepped.update((id(p), p) for p in params)
         return True
 
@@ -131,10 +158,28 @@ class Core:
             placeholder = self._placeholders.get(id(p))
             if placeholder is None:
                 placeholder = self._placeholders[id(p)] = ConsumedGradient(p)
+            placeholder.is_zero, placeholder.added = False, None
             try:
                 p.grad = placeholder
             except RuntimeError:  # the parameter has another shape or dtype by now
                 p.grad = self._placeholders[id(p)] = ConsumedGradient(p)
+        self._freed.update(map(id, params))
+
+    def receive(self, p: Tensor) -> None:
+        """A gradient was added to what stands for zeros: have it in ``.grad``."""
+        if isinstance(p.grad, ConsumedGradient) and p.grad.added is not None:
+            p.grad = p.grad.added
+
+    def settle(self) -> None:
+        """Give parameters that stand at zero and were not used their zeros. Raises if a used gradient would count."""
+        for p in self.everyone:
+            if isinstance(p.grad, ConsumedGradient) and id(p) not in self.stepped:
+                if not p.grad.is_zero:
+                    raise RuntimeError(
+                        f"the gradient of a parameter of shape {tuple(p.shape)} is from an earlier step, was used "
+                        "there and freed, and would be used again; call optimizer.zero_grad() after every step"
+                    )
+                p.grad = torch.zeros_like(p)
 
     def left(self) -> list[Tensor]:
         """Parameters with a gradient that nothing has been done with."""
@@ -144,8 +189,8 @@ class Core:
     def finish_scaling(self) -> None:
         """Unscale what no bucket brought, and agree with the other ranks."""
         assert self.scaling is not None
-        if any(isinstance(p.grad, ConsumedGradient) for p in self.left()):
-            raise AssertionError("a gradient was used although there is a scaler")
+        self.settle()
+        self.scaling.check(self.left())
         rest = [p for p in self.left() if not self.scaling.is_unscaled(p)]
         self.scaling.unscale(rest, [p.grad for p in rest if p.grad is not None])
         groups = dict.fromkeys([*self.agreeing, *(g for some in self.shards.values() for g in some)])
@@ -153,6 +198,17 @@ class Core:
 
     def check_step(self) -> None:
         """Raise if ``optimizer.step()`` cannot finish what backward has begun. Changes nothing."""
+        if self.spoiled is not None:
+            raise RuntimeError(f"optimizer.step() cannot go on: {self.spoiled}; call handle.reset() to begin anew")
+        for key in self._freed:
+            p = self.stepped.get(key)
+            if p is not None and (p.grad is not self._placeholders[key] or self._placeholders[key].is_zero):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was replaced or cleared between backward() "
+                    "and step(), when the parameter had been updated with it; that cannot be undone. Call "
+                    "handle.reset() to go on as it is, and give gradients their final form during backward, by hooks "
+                    "on tensors"
+                )
         if self.scaling is not None and self.is_open and not self.scaling.is_finished:
             raise RuntimeError(
                 "optimizer.step() was called, but overlap() has a scaler: call scaler.step(optimizer) and "
@@ -172,18 +228,29 @@ class Core:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Everything but the update of what is left, which is the optimizer's own step."""
+        """Clip what is left; all gradients are there."""
+        self.settle()
         if self.clip is not None:
             self.clip.finish(self.everyone, self.left(), self.shards, counts=self.is_open)
+
+    def hand_over(self) -> None:
+        """Let the optimizer's own step find only what is left."""
+        self.in_step = True
+        self._used = list(self.stepped.values())
         self.reset()
 
-    def reset(self) -> None:
+    def take_back(self) -> None:
+        """After the optimizer's own step: used gradients must not be taken for gradients until they are cleared."""
+        self.free([p for p in self._used if p.grad is None])
+        self._used, self._freed, self.in_step = [], set(), False
+
+    def reset(self, *, everything: bool = False) -> None:
         """Begin anew; gradients that were used are gone for good."""
-        for p in self.stepped.values():
+        for p in self.everyone if everything else self.stepped.values():
             p.grad = None
-        self.stepped = {}
-        self._passes = 0
-        self._options = None
+        self.stepped, self._freed = {}, set()
+        self._passes, self._touched = 0, False
+        self._options, self.spoiled = None, None
         if self.clip is not None:
             self.clip.drop()
         if self.scaling is not None:

@@ -83,7 +83,9 @@ class DdpSource:
         """
         if self._removed:
             raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
+        self.core.receive(p)
         refuse_graph(p)
+        self._hook.note_storage(p)
         self._local.add(id(p))
         if self.core.accumulate > 1 and current_pass() != self._pass and not is_nested():
             # With accumulate=N every pass counts, under no_sync() or not.
@@ -105,6 +107,7 @@ class DdpSource:
         if first:
             self._running = True
             with self.core.lock:
+                self.core.note_arrival()
                 if self.core.look_at_groups():
                     self.look_at_params()
                 if self.core.accumulate == 1:
@@ -120,9 +123,11 @@ class DdpSource:
             self._running = False
             if self.core.is_last_pass:
                 self.core.free(list(self.core.stepped.values()))
-            if self.core.clip is not None:
-                for p in self.core.everyone:
+            for p in self.core.everyone:
+                if self.core.clip is not None:
                     self.core.clip.moved(p)
+                if self.core.scaling is not None:
+                    self.core.scaling.moved(p)
 
     def flush(self) -> None:
         """DDP has waited for all buckets."""
@@ -154,6 +159,8 @@ class _CommHook:
         self.state: Any = None
         self._sources: list[weakref.ref[DdpSource]] = []  # kept alive by their optimizers
         self._thread: ThreadPoolExecutor | None = None
+        self._error: BaseException | None = None
+        self._was_inside: dict[int, int] = {}  # by parameter, the storage its gradient was added up in
         self._streams: dict[torch.device, Any] = {}
 
     def registered(self) -> Any:
@@ -190,10 +197,10 @@ class _CommHook:
         if bucket.is_last() and sources:
             # DDP's own end of backward is queued after this hook returns; ours must come after that.
             ends = [weakref.ref(source) for source in sources]
-            queue_callback(lambda: queue_callback(lambda: _end_all(ends)))
+            queue_callback(lambda: queue_callback(lambda: self._end_all(ends)))
         wanted = [(source, share) for source, share in shares if share is not None and share[0]]
         views = bucket.gradients() if wanted and buffer.layout == torch.strided else []
-        reduced: Future[Any] = self.inner(self.state, bucket) if self.inner is not None else self._mean(buffer)
+        reduced: Future[Any] = self.inner(self.state, bucket) if self.inner is not None else self._mean(buffer, bucket)
         if not views:
             return reduced
         jobs = [(source, [params[i] for i in mine], [views[i] for i in mine], now) for source, (mine, now) in wanted]
@@ -201,7 +208,22 @@ class _CommHook:
             return self._step_in_thread(reduced, buffer, jobs)
         return self._step_in_stream(reduced, buffer, jobs)
 
-    def _mean(self, buffer: Tensor) -> Future[Any]:
+    def note_storage(self, p: Tensor) -> None:
+        """This rank's gradient has been added up, and DDP has not copied it yet."""
+        ddp = self._ddp()
+        if ddp is not None and ddp.gradient_as_bucket_view and p.grad is not None and not p.grad.is_sparse:
+            self._was_inside[id(p)] = p.grad.untyped_storage().data_ptr()
+
+    def _end_all(self, sources: list[weakref.ref[DdpSource]]) -> None:
+        error, self._error = self._error, None
+        for source in sources:
+            found = source()
+            if found is not None and not found._removed:
+                found.end_pass()
+        if error is not None:
+            raise error
+
+    def _mean(self, buffer: Tensor, bucket: Any) -> Future[Any]:
         """What DDP does without a hook, to the bit: multiply, then add up."""
         ddp = self._ddp()
         assert ddp is not None
@@ -210,7 +232,17 @@ class _CommHook:
                 "overlap() divides by the number of ranks there were at first; "
                 "leave divide_by_initial_world_size=True in join()"
             )
-        buffer.mul_(1 / dist.get_world_size(ddp.process_group))
+        ranks = dist.get_world_size(ddp.process_group)
+        if ranks & (ranks - 1) == 0 or not ddp.gradient_as_bucket_view:
+            buffer.mul_(1 / ranks)
+        else:
+            # DDP divides what has been accumulated in the bucket itself, and multiplies what it copies there.
+            storage = buffer.untyped_storage().data_ptr()
+            for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                if self._was_inside.get(id(p)) == storage:
+                    view.div_(ranks)
+                else:
+                    view.mul_(1 / ranks)
         work = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
         reduced: Future[Any] = work.get_future().then(lambda done: done.value()[0])
         return reduced
@@ -224,19 +256,27 @@ class _CommHook:
             try:
                 if torch.get_num_threads() != threads:  # sums depend on it
                     torch.set_num_threads(threads)
-                _run(jobs, buffer, result)
-                finished.set_result(result)
+                result = _run(jobs, buffer, result)
             except BaseException as error:
-                finished.set_exception(error)
+                self._error = error
+            jobs.clear()  # DDP goes on with the next line, and this frame may live a little longer
+            # An error is raised at the end of backward, as what it is; DDP would wrap it and be of no use afterwards.
+            finished.set_result(result)
 
         def when_reduced(done: Future[Any]) -> None:
             try:
                 thread.submit(step, _flat(done.value()))
             except BaseException as error:
-                finished.set_exception(error)
+                self._fail(jobs, error)
+                finished.set_result(buffer)
 
         reduced.add_done_callback(when_reduced)
         return finished
+
+    def _fail(self, jobs: list[Any], error: BaseException) -> None:
+        self._error = error
+        for source, *_ in jobs:
+            source.core.spoiled = f"a reduction failed ({type(error).__name__}: {error})"
 
     def _step_in_stream(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any]) -> Future[Any]:
         device = buffer.device
@@ -254,7 +294,7 @@ class _CommHook:
                 ours.wait_stream(theirs)
                 with torch.cuda.stream(ours):
                     result.record_stream(ours)
-                    _run(jobs, buffer, result)
+                    result = _run(jobs, buffer, result)
                 theirs.wait_stream(ours)
             return result
 
@@ -267,8 +307,8 @@ def _flat(value: Any) -> Tensor:
     return found
 
 
-def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> None:
-    """Step a reduced bucket."""
+def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> Tensor:
+    """Step a reduced bucket; returns what DDP is to bring into ``.grad``."""
     if result.dtype != buffer.dtype:
         buffer.copy_(result)  # as DDP would bring it into .grad
         result = buffer
@@ -279,10 +319,4 @@ def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> None:
             grads = [result.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in views]
         with source.core.lock:
             source.core.bucket(params, grads, now)
-
-
-def _end_all(sources: list[weakref.ref[DdpSource]]) -> None:
-    for source in sources:
-        found = source()
-        if found is not None and not found._removed:
-            found.end_pass()
+    return result

@@ -103,7 +103,9 @@ class Overlap:
     def __init__(self, core: Core, source: Any, scaler: Any) -> None:
         self._core: Core | None = core
         self._source = source
-        self._hook = core.optimizer.register_step_pre_hook(self._step)
+        optimizer = core.optimizer
+        core.hooks = (optimizer.register_step_pre_hook(self._finish), optimizer.register_step_pre_hook(self._hand_over))
+        self._hooks = [*core.hooks, optimizer.register_step_post_hook(self._take_back)]
         if scaler is not None and scaler.is_enabled():
             core.scaling = Scaling(scaler, core.optimizer, self._finish_scaling)
         self._own()
@@ -136,6 +138,16 @@ class Overlap:
         if core.clip is not None:
             core.clip.last = None if norm is None else norm.clone().to(core.everyone[0].device)
 
+    def reset(self) -> None:
+        """Drop all gradients and begin a new step: the way out after a backward that failed or was refused.
+
+        Parameters that have been updated stay as they are.
+        """
+        core = self._alive()
+        with core.lock:
+            core.reset(everything=True)
+            self._source.begin_step()
+
     def remove(self) -> None:
         """Take all hooks away: the optimizer steps after backward again, and nothing refers to it or the module."""
         core = self._core
@@ -147,10 +159,11 @@ class Overlap:
             if self._source.is_running or core.is_open:
                 raise RuntimeError(
                     "remove() was called between backward() and optimizer.step(), when a part of the parameters may "
-                    "have been updated; call optimizer.step() first (after optimizer.zero_grad(), to drop what is left)"
+                    "have been updated; call optimizer.step() first, or handle.reset() to drop what is left"
                 )
             self._source.remove()
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             if core.scaling is not None:
                 core.scaling.remove()
             for p in core.everyone:
@@ -167,26 +180,44 @@ class Overlap:
         for p in self._alive().everyone:
             owners[p] = me
 
+    def _look_at_groups(self) -> None:
+        if self._alive().look_at_groups():
+            self._source.look_at_params()
+            self._own()
+
     def _finish_scaling(self) -> None:
         """The scaler asks whether the step may happen."""
         core = self._alive()
         with core.lock:
+            self._look_at_groups()
             self._source.flush()
             core.finish_scaling()
 
-    def _step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the optimizer's own step, which then finds only what is left."""
+    def _finish(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """First of all step hooks: gradients take their final form."""
+        core = self._alive()
+        if core.in_bucket or core.in_step:
+            return
         if any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise RuntimeError(
                 "step(closure) cannot be overlapped: the closure's backward would update parameters and then be run "
                 "again; call backward() yourself and step() without arguments"
             )
-        core = self._alive()
         with core.lock:
+            self._look_at_groups()
             core.check_step()
             self._source.flush()
             core.finish()
-            self._source.begin_step()
-            if core.look_at_groups():
-                self._source.look_at_params()
-                self._own()
+
+    def _hand_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Last before the optimizer's own step, which then finds only what is left."""
+        core = self._alive()
+        if not (core.in_bucket or core.in_step):
+            with core.lock:
+                core.hand_over()
+                self._source.begin_step()
+
+    def _take_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        core = self._core
+        if core is not None and not core.in_bucket:
+            core.take_back()

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.optim.gradients import local
 from offbeat.overlap.arrivals import Arrivals, refuse_graph
+from offbeat.overlap.checks import refuse_inside_ddp
 from offbeat.overlap.core import Core
-from offbeat.overlap.fsdp import ModuleHook, Unit
+from offbeat.overlap.fsdp import ModuleHook, Unit, count_calls
 from offbeat.overlap.passes import current_pass, has_reentrant_checkpoint, is_nested, queue_callback
 
 __all__ = ["HookSource"]
@@ -51,6 +52,7 @@ class HookSource:
         self._gathering = False
         self._reentrant = False
         self._looked = False
+        self._checked_ddp = False
         self._removed = False
         self._arrivals = Arrivals(self, module)
         self.look_at_params()
@@ -59,8 +61,8 @@ class HookSource:
             outer.register_forward_pre_hook(_RefuseDdp()),
             outer.register_forward_hook(_LookForReentrance(me)),
         ]
-        for unit in {id(unit): unit for unit in units.values()}.values():
-            self._on_module += unit.count_calls()
+        if units:
+            self._on_module += count_calls(list({id(unit): unit for unit in units.values()}.values()), outer)
 
     def look_at_params(self) -> None:
         """The optimizer's parameters are others than before."""
@@ -83,6 +85,7 @@ class HookSource:
         with self.core.lock:
             if self._removed:
                 raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
+            self.core.receive(p)
             now = current_pass()
             if now != self._pass:
                 self._enter(now)
@@ -108,8 +111,6 @@ class HookSource:
             if not self._removed:
                 self.flush()
             self._pass = None
-            for unit in self._units.values():
-                unit.calls = 0
 
     def begin_step(self) -> None:
         """Gradients from here on belong to the next step."""
@@ -132,6 +133,10 @@ class HookSource:
 
     def _enter(self, now: int) -> None:
         """Gradients come from another pass than the last one did."""
+        self.core.note_arrival()
+        if not self._checked_ddp:
+            self._checked_ddp = True
+            refuse_inside_ddp(self.core.everyone)
         if is_nested():
             if not self._reentrant:
                 self._reentrant = True

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat.optim import RuleOptimizer
 from offbeat.optim.base import PartPlans
 
-__all__ = ["OverlappedOptimizer", "overlapped", "register_overlapped"]
+__all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
 
 T = TypeVar("T")
 
@@ -35,6 +35,7 @@ class OverlappedOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self._watches = True  # once: whether a step is more than the update of its parameters
 
     def begin_step(self) -> None:
         """Called before the first bucket of every step; groups do not change until the last."""
@@ -45,6 +46,18 @@ class OverlappedOptimizer:
         ``.grad`` need not hold the gradients and is not to be relied on. Step hooks are not to be run: they run once,
         in ``optimizer.step()``.
         """
+        counters = _counters(self.optimizer) if self._watches else {}
+        self._step_narrowed(params, grads)
+        if self._watches and (changed := _counters(self.optimizer)) != counters:
+            names = sorted(key for key in changed if changed[key] != counters.get(key))
+            raise TypeError(
+                f"{type(self.optimizer).__name__}.step() changes {', '.join(names)} of the optimizer itself, so "
+                "stepping bucket by bucket would change it several times a step; say how a bucket is stepped with "
+                "offbeat.register_overlapped"
+            )
+        self._watches = False
+
+    def _step_narrowed(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         groups = self.optimizer.param_groups
         everyone = [group["params"] for group in groups]
         before = [p.grad for p in params]
@@ -60,6 +73,10 @@ class OverlappedOptimizer:
                 group["params"] = whole
             for p, g_before in zip(params, before, strict=True):
                 p.grad = g_before
+
+
+def _counters(optimizer: Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
 
 
 def _bare_step(optimizer: Optimizer) -> None:
@@ -104,6 +121,11 @@ def register_overlapped(optimizer_class: type[T]) -> Callable[[type], type]:
     if callable(getattr(optimizer_class, "step_bucket", None)):
         return register(optimizer_class)
     return register
+
+
+def is_registered(optimizer_class: type) -> bool:
+    """Whether this class or one of its bases says how it steps a bucket."""
+    return any(cls in _registry for cls in optimizer_class.__mro__)
 
 
 def overlapped(optimizer: Optimizer) -> Any:

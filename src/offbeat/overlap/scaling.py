@@ -36,7 +36,7 @@ class Scaling:
         self._found: dict[torch.device, Tensor] = {}
         self._inverse: Tensor | None = None
         self._states: Any = None
-        self._done: set[int] = set()
+        self._done: dict[int, tuple[Tensor, int]] = {}  # by parameter: its gradient and its version, unscaled
         self._had_amp = vars(optimizer).get("_step_supports_amp_scaling")
         _Unscale.of(scaler).answers[id(optimizer)] = self
 
@@ -69,8 +69,7 @@ class Scaling:
             self.begin()
         assert self._inverse is not None
         kinds: dict[Any, list[Tensor]] = {}
-        for p, g in zip(params, grads, strict=True):
-            self._done.add(id(p))
+        for g in grads:
             part = local(g)
             part = part._values() if part.layout == torch.sparse_coo else part
             kinds.setdefault((part.device, part.dtype), []).append(part)
@@ -79,6 +78,23 @@ class Scaling:
             if found is None:
                 found = self._found[device] = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(some, found, self._inverse.to(device))
+        self._done.update((id(p), (g, g._version)) for p, g in zip(params, grads, strict=True))
+
+    def moved(self, p: Tensor) -> None:
+        """An unscaled gradient lies in ``.grad`` now, unchanged."""
+        if id(p) in self._done and p.grad is not None:
+            self._done[id(p)] = (p.grad, p.grad._version)
+
+    def check(self, params: Sequence[Tensor]) -> None:
+        """Raise if an unscaled gradient is not what it was: whoever changed it took it for a scaled one."""
+        for p in params:
+            found = self._done.get(id(p))
+            if found is not None and p.grad is not None and (found[0] is not p.grad or found[1] != p.grad._version):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and "
+                    "scaler.unscale_(), but overlap() unscales gradients during backward; change it after "
+                    "scaler.unscale_(optimizer), and call handle.reset() to drop this step"
+                )
 
     def is_unscaled(self, p: Tensor) -> bool:
         """Whether a bucket brought this parameter's gradient in this step."""
@@ -106,7 +122,7 @@ class Scaling:
 
     def reset(self) -> None:
         """Begin a new step."""
-        self._found, self._inverse, self._states, self._done = {}, None, None, set()
+        self._found, self._inverse, self._states, self._done = {}, None, None, {}
 
     def remove(self) -> None:
         """Leave scaler and optimizer as they were."""
@@ -139,6 +155,12 @@ class _Unscale:
         found: _Unscale = scaler.unscale_
         return found
 
+    def __reduce__(self) -> Any:
+        return _refuse_copy, ()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return _copied
+
     def __call__(self, optimizer: Optimizer) -> None:
         scaler = self._scaler()
         assert scaler is not None
@@ -149,3 +171,13 @@ class _Unscale:
         else:
             scaler._check_scale_growth_tracker("unscale_")
             scaling.answer(state)
+
+
+def _refuse_copy() -> Any:
+    return _copied
+
+
+def _copied(optimizer: Optimizer) -> None:
+    raise RuntimeError(
+        "this GradScaler is a copy of one that offbeat.overlap() was given; make a new one and load its state_dict()"
+    )
