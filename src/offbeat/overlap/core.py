@@ -31,6 +31,7 @@ class Core:
         agreeing: process groups over which ranks must agree to skip a step.
         in_bucket, in_step: whether a bucket, or the rest, is being stepped; a ``step`` that begins meanwhile (of a
             parent class, say) is a part of that.
+        steps: how many steps are over.
         spoiled: why gradients are of no use any more.
         hooks: our step hooks, the one that goes first and the one that goes last.
     """
@@ -47,6 +48,7 @@ class Core:
         self.shards: Shards = {}
         self.everyone: list[Tensor] = []
         self.in_bucket = self.in_step = False
+        self.steps = 0
         self.spoiled: str | None = None
         self.hooks: tuple[Any, Any] | None = None
         self._touched = False
@@ -95,10 +97,14 @@ class Core:
             order.move_to_end(self.hooks[0].id, last=False)
             order.move_to_end(self.hooks[1].id)
 
-    def begin_pass(self) -> None:
-        """A backward pass has begun. Raises if gradients would be added to what has been used already."""
+    def is_new(self, step: int) -> bool:
+        """Whether the step a source knows of is over: finished, dropped, or skipped by the scaler."""
         if self.scaling is not None and self.scaling.is_over:
             self.reset()
+        return step != self.steps
+
+    def begin_pass(self) -> None:
+        """A backward pass has begun. Raises if gradients would be added to what has been used already."""
         if self._passes >= self.accumulate:
             self.spoiled = "a backward pass was refused after it had begun to add to gradients"
             raise RuntimeError(
@@ -248,6 +254,7 @@ class Core:
         """Begin anew; gradients that were used are gone for good."""
         for p in self.everyone if everything else self.stepped.values():
             p.grad = None
+        self.steps += 1
         self.stepped, self._freed = {}, set()
         self._passes, self._touched = 0, False
         self._options, self.spoiled = None, None

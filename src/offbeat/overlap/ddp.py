@@ -57,6 +57,7 @@ class DdpSource:
         self.core = core
         self._removed = False
         self._pass: int | None = None
+        self._step = core.steps
         self._running = False
         self._local: set[int] = set()
         self._arrivals = Arrivals(self, ddp)
@@ -84,6 +85,8 @@ class DdpSource:
         if self._removed:
             raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
         self.core.receive(p)
+        if self.core.is_new(self._step):
+            self.begin_step()
         refuse_graph(p)
         self._hook.note_storage(p)
         self._local.add(id(p))
@@ -135,7 +138,7 @@ class DdpSource:
     def begin_step(self) -> None:
         """Gradients from here on belong to the next step."""
         self._local.clear()
-        self._pass = None
+        self._pass, self._step = None, self.core.steps
         self._running = False
 
     @property

@@ -49,6 +49,7 @@ class HookSource:
         self._bytes: dict[Any, int] = {}
         self._pending: set[int] = set()
         self._pass: int | None = None
+        self._step = core.steps
         self._gathering = False
         self._reentrant = False
         self._looked = False
@@ -86,6 +87,8 @@ class HookSource:
             if self._removed:
                 raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
             self.core.receive(p)
+            if self.core.is_new(self._step):
+                self.begin_step()
             now = current_pass()
             if now != self._pass:
                 self._enter(now)
@@ -114,7 +117,7 @@ class HookSource:
 
     def begin_step(self) -> None:
         """Gradients from here on belong to the next step."""
-        self._pass = None
+        self._pass, self._step = None, self.core.steps
         self._pending.clear()
         self._open.clear()
         self._bytes.clear()
