@@ -28,7 +28,11 @@ from benchmarks.link import hosts
 __all__ = ["MODELS", "link"]
 
 #: Layers, width, DDP's bucket_cap_mb.
-MODELS = {"8.4 M, buckets of 4 MB": (16, 724, 4), "50 M, DDP's default buckets": (12, 2048, 25)}
+MODELS = {
+    "8.4 M, buckets of 4 MB": (16, 724, 4),
+    "50 M, DDP's default buckets": (12, 2048, 25),
+    "50 M, a bucket a layer": (12, 2048, 12),
+}
 ARMS = ("no optimizer", "torch fused after", "offbeat after", "offbeat overlap")
 
 ENVIRONMENT = {
@@ -91,7 +95,7 @@ def worker(rank: int, address: str, layers: int, width: int, cap: float, rounds:
     dist.destroy_process_group()
 
 
-def link(rate: str = "1gbit", rounds: int = 8, steps: int = 4) -> dict[str, Any]:
+def link(rate: str = "1gbit", rounds: int = 6, steps: int = 3) -> dict[str, Any]:
     """Median milliseconds of each arm, for each model."""
     results = {}
     for name, (layers, width, cap) in MODELS.items():

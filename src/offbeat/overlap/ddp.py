@@ -27,6 +27,8 @@ __all__ = ["DdpSource", "check_ddp"]
 #: By DDP module, the hook that was registered with it. DDP cannot forget a hook, so a removed one goes on reducing.
 _hooks: Any = WeakIdKeyDictionary()
 
+_WIDE = (torch.float32, torch.float64)
+
 
 def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
     """Raise if buckets of this module cannot be stepped, or its hook is taken."""
@@ -203,13 +205,23 @@ class _CommHook:
             queue_callback(lambda: queue_callback(lambda: self._end_all(ends)))
         wanted = [(source, share) for source, share in shares if share is not None and share[0]]
         views = bucket.gradients() if wanted and buffer.layout == torch.strided else []
-        reduced: Future[Any] = self.inner(self.state, bucket) if self.inner is not None else self._mean(buffer, bucket)
+        # Dividing by a power of two commutes with adding, so it can wait for the thread or stream that steps, out of
+        # backward's way. (Not for half precision, where small gradients would lose digits; nor where nobody steps.)
+        ranks = self._ranks()
+        late = bool(views) and self.inner is None and ranks & (ranks - 1) == 0 and buffer.dtype in _WIDE
+        if self.inner is not None:
+            reduced: Future[Any] = self.inner(self.state, bucket)
+        else:
+            if not late:
+                self._divide(bucket, buffer, ranks)
+            reduced = self._sum(buffer)
         if not views:
             return reduced
+        divide = ranks if late else 1
         jobs = [(source, [params[i] for i in mine], [views[i] for i in mine], now) for source, (mine, now) in wanted]
         if buffer.device.type == "cpu":
-            return self._step_in_thread(reduced, buffer, jobs)
-        return self._step_in_stream(reduced, buffer, jobs)
+            return self._step_in_thread(reduced, buffer, jobs, divide)
+        return self._step_in_stream(reduced, buffer, jobs, divide)
 
     def note_storage(self, p: Tensor) -> None:
         """This rank's gradient has been added up, and DDP has not copied it yet."""
@@ -226,8 +238,7 @@ class _CommHook:
         if error is not None:
             raise error
 
-    def _mean(self, buffer: Tensor, bucket: Any) -> Future[Any]:
-        """What DDP does without a hook, to the bit: multiply, then add up."""
+    def _ranks(self) -> int:
         ddp = self._ddp()
         assert ddp is not None
         if ddp._join_config.enable and not ddp._divide_by_initial_world_size:
@@ -235,22 +246,30 @@ class _CommHook:
                 "overlap() divides by the number of ranks there were at first; "
                 "leave divide_by_initial_world_size=True in join()"
             )
-        ranks = dist.get_world_size(ddp.process_group)
+        return dist.get_world_size(ddp.process_group)
+
+    def _divide(self, bucket: Any, buffer: Tensor, ranks: int) -> None:
+        """As DDP does it: what has been added up in the bucket itself is divided, what was copied there multiplied."""
+        ddp = self._ddp()
+        assert ddp is not None
         if ranks & (ranks - 1) == 0 or not ddp.gradient_as_bucket_view:
             buffer.mul_(1 / ranks)
-        else:
-            # DDP divides what has been accumulated in the bucket itself, and multiplies what it copies there.
-            storage = buffer.untyped_storage().data_ptr()
-            for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                if self._was_inside.get(id(p)) == storage:
-                    view.div_(ranks)
-                else:
-                    view.mul_(1 / ranks)
+            return
+        storage = buffer.untyped_storage().data_ptr()
+        for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if self._was_inside.get(id(p)) == storage:
+                view.div_(ranks)
+            else:
+                view.mul_(1 / ranks)
+
+    def _sum(self, buffer: Tensor) -> Future[Any]:
+        ddp = self._ddp()
+        assert ddp is not None
         work = dist.all_reduce(buffer, group=ddp.process_group, async_op=True)
         reduced: Future[Any] = work.get_future().then(lambda done: done.value()[0])
         return reduced
 
-    def _step_in_thread(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any]) -> Future[Any]:
+    def _step_in_thread(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any], divide: int) -> Future[Any]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-overlap")
         thread, finished, threads = self._thread, Future[Any](), torch.get_num_threads()
@@ -259,7 +278,7 @@ class _CommHook:
             try:
                 if torch.get_num_threads() != threads:  # sums depend on it
                     torch.set_num_threads(threads)
-                result = _run(jobs, buffer, result)
+                result = _run(jobs, buffer, result, divide)
             except BaseException as error:
                 self._error = error
             jobs.clear()  # DDP goes on with the next line, and this frame may live a little longer
@@ -281,7 +300,7 @@ class _CommHook:
         for source, *_ in jobs:
             source.core.spoiled = f"a reduction failed ({type(error).__name__}: {error})"
 
-    def _step_in_stream(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any]) -> Future[Any]:
+    def _step_in_stream(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any], divide: int) -> Future[Any]:
         device = buffer.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -297,7 +316,7 @@ class _CommHook:
                 ours.wait_stream(theirs)
                 with torch.cuda.stream(ours):
                     result.record_stream(ours)
-                    result = _run(jobs, buffer, result)
+                    result = _run(jobs, buffer, result, divide)
                 theirs.wait_stream(ours)
             return result
 
@@ -310,8 +329,10 @@ def _flat(value: Any) -> Tensor:
     return found
 
 
-def _run(jobs: list[Any], buffer: Tensor, result: Tensor) -> Tensor:
+def _run(jobs: list[Any], buffer: Tensor, result: Tensor, divide: int) -> Tensor:
     """Step a reduced bucket; returns what DDP is to bring into ``.grad``."""
+    if divide != 1:
+        result.mul_(1 / divide)
     if result.dtype != buffer.dtype:
         buffer.copy_(result)  # as DDP would bring it into .grad
         result = buffer
