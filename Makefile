@@ -39,6 +39,7 @@ unit: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/step.py --save
+	$(BIN)/python -m benchmarks.overlap link --save  # needs root and iproute2
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

@@ -1,6 +1,6 @@
 """Overlap, measured.
 
-    python -m benchmarks.overlap gpu    # a 1.42 B GPT on one GPU: time and memory, each variant in its own process
+    python -m benchmarks.overlap gpu    # a 1.42 B GPT on one GPU: time and memory
     python -m benchmarks.overlap race   # two ranks on one GPU: bit for bit as without overlap, many times
     python -m benchmarks.overlap link   # DDP over 1 Gbit/s on the CPU: how much of the optimizer is hidden (root)
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -23,50 +22,49 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def gpu(rounds: int, steps: int) -> dict[str, Any]:
-    """Variants take turns, each run in a process of its own; the median over runs of the median over steps."""
+    """Memory: each variant in a process of its own. Times: all in one process, taking turns."""
     from benchmarks.overlap_gpu import VARIANTS
 
-    caches = {"none": "autocast(cache_enabled=False)", "forward": "autocast's weight cache (the default)"}
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for turn in range(rounds):
-        for cache in caches if turn < 2 else ("none",):
-            for name, variant in VARIANTS.items():
-                words = [sys.executable, "-m", "benchmarks.overlap_gpu", variant, str(steps), "0", cache]
-                line = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
-                print(cache, line, flush=True)
-                runs.setdefault((cache, name), []).append(json.loads(line))
-    table = []
-    for (cache, name), found in runs.items():
-        table.append(
-            {
-                "cache": caches[cache],
-                "variant": name,
-                "runs": len(found),
-                "ms": statistics.median(run["ms"] for run in found),
-                "fastest_ms": min(run["fastest_ms"] for run in found),
-                "peak_gib": max(run["peak_gib"] for run in found),
-                "gradients_gib": found[0]["gradients_gib"],
-                "losses": sorted({run["last_loss"] for run in found}),
-            }
-        )
-    return {"table": table}
+    def run(*words: str) -> Any:
+        command = [sys.executable, "-m", "benchmarks.overlap_gpu", *words]
+        line = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().splitlines()[-1]
+        print(*words, line, flush=True)
+        return json.loads(line)
+
+    turns = run("turns", str(rounds), str(steps))
+    caches = {"none": "autocast(cache_enabled=False)", "forward": "autocast's weight cache, the default"}
+    memory = [
+        {"cache": words, "name": name, **run(variant, "5", "0", cache)}
+        for cache, words in caches.items()
+        for name, variant in VARIANTS.items()
+    ]
+    return {"turns": turns, "memory": memory}
 
 
 def gpu_report(result: dict[str, Any]) -> list[str]:
-    lines = []
-    for cache in dict.fromkeys(row["cache"] for row in result["table"]):
-        rows = [row for row in result["table"] if row["cache"] == cache]
+    names = {row["variant"]: row["name"] for row in result["memory"]}
+    lines = ["## Time", "", "| | median ms a step | fastest ms | against torch after backward, in the same round |"]
+    lines += ["|---|---|---|---|"]
+    for variant, row in result["turns"].items():
+        spread = f"{row['ratio']:.3f} ({row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f})"
+        lines.append(f"| {names[variant]} | {row['ms']:.1f} | {row['fastest_ms']:.1f} | {spread} |")
+    for cache in dict.fromkeys(row["cache"] for row in result["memory"]):
+        rows = [row for row in result["memory"] if row["cache"] == cache]
         base = rows[0]
-        lines += [f"## With {cache}", "", "| | ms a step | fastest ms | peak GiB | saved, of the gradients' bytes |"]
-        lines += ["|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## Memory, with {cache}",
+            "",
+            "| | peak GiB | saved, of the gradients' bytes |",
+            "|---|---|---|",
+        ]
         for row in rows:
             saved = (base["peak_gib"] - row["peak_gib"]) / row["gradients_gib"]
-            cells = [row["variant"], f"{row['ms']:.1f}", f"{row['fastest_ms']:.1f}", f"{row['peak_gib']:.2f}"]
-            lines.append(f"| {' | '.join(cells)} | {saved:.0%} |")
-        different = len({tuple(row["losses"]) for row in rows if "clip" not in row["variant"]}) > 1
-        lines += ["", f"Gradients: {base['gradients_gib']} GiB. Runs: {base['runs']}, in turns."]
-        lines += [f"The last losses without clipping are {'NOT ' if different else ''}the same bits.", ""]
-    return lines
+            lines.append(f"| {row['name']} | {row['peak_gib']:.2f} | {saved:.0%} |")
+        different = len({row["last_loss"] for row in rows if "clip" not in row["name"]}) > 1
+        lines += ["", f"Gradients: {base['gradients_gib']} GiB. The last losses without clipping are"]
+        lines[-1] += f" {'NOT ' if different else ''}the same bits."
+    return [*lines, ""]
 
 
 def link_report(result: dict[str, Any]) -> list[str]:
@@ -103,7 +101,7 @@ def main() -> None:
         lines = [f"{key}: {value}" for key, value in result.items()]
         title = "Two ranks on one GPU through gloo"
     else:
-        result = gpu(**{"rounds": 5, "steps": 15, **given})
+        result = gpu(**{"rounds": 15, "steps": 5, **given})
         lines = gpu_report(result)
         title = "Stepping in backward: a GPT of 1.42 B parameters, batch 1 x 1024, bfloat16 autocast, checkpointing"
     text = "\n".join([f"# {title}", "", *(f"- {key}: {value}" for key, value in machine.items()), "", *lines])
