@@ -37,6 +37,8 @@ class RuleOptimizer(Optimizer):
     """
 
     rule: ClassVar[Rule]
+    #: Whether the next step has nothing to do, because every gradient has been used already.
+    _nothing_left = False
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,7 +100,10 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._apply([(group, group["params"], None) for group in self.param_groups])
+        if self._nothing_left:
+            self._nothing_left = False
+        else:
+            self._apply([(group, group["params"], None) for group in self.param_groups])
         return loss
 
     def _accelerator_graph_capture_health_check(self) -> None:

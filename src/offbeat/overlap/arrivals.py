@@ -49,9 +49,9 @@ class Arrivals:
         self._hooks = {}
 
 
-def refuse_graph(p: Tensor) -> None:
-    """Raise if the gradient that arrived is part of a graph."""
-    if p.grad is not None and p.grad.requires_grad:
+def refuse_graph(g: Tensor | None) -> None:
+    """Raise if a gradient that arrived is part of a graph."""
+    if g is not None and g.requires_grad:
         raise RuntimeError(
             "backward(create_graph=True) cannot be overlapped: the graph of the gradients holds parameters that would "
             "be updated under it; call handle.remove() and step after backward"

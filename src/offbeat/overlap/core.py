@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.optim import RuleOptimizer
 from offbeat.overlap.clipping import Clipping, Shards, shard_groups
 from offbeat.overlap.consumed import ConsumedGradient
 from offbeat.overlap.registry import overlapped
@@ -47,6 +48,7 @@ class Core:
         self.agreeing: list[Any] = []
         self.shards: Shards = {}
         self.everyone: list[Tensor] = []
+        self._ids: list[int] | None = None
         self.in_bucket = self.in_step = False
         self.steps = 0
         self.spoiled: str | None = None
@@ -64,10 +66,12 @@ class Core:
     def look_at_groups(self) -> bool:
         """Take note of the optimizer's parameters; returns whether they have changed."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        ids = list(map(id, params))
+        if ids == self._ids:
+            return False
+        self._ids = ids
         # Norms are added up in the module's order, as clip_grad_norm_(module.parameters()) does.
         params.sort(key=lambda p: self._rank.get(id(p), len(self._rank)))
-        if list(map(id, params)) == list(map(id, self.everyone)):
-            return False
         self.everyone = params
         self.shards = {id(p): shard_groups(p) for p in params}
         here = {*map(id, params), *self.stepped}
@@ -178,7 +182,7 @@ class Core:
 
     def settle(self) -> None:
         """Give parameters that stand at zero and were not used their zeros. Raises if a used gradient would count."""
-        for p in self.everyone:
+        for p in self.everyone if len(self.stepped) < len(self.everyone) else ():
             if isinstance(p.grad, ConsumedGradient) and id(p) not in self.stepped:
                 if not p.grad.is_zero:
                     raise RuntimeError(
@@ -189,6 +193,8 @@ class Core:
 
     def left(self) -> list[Tensor]:
         """Parameters with a gradient that nothing has been done with."""
+        if len(self.stepped) == len(self.everyone):
+            return []
         return [p for p in self.everyone if id(p) not in self.stepped and p.grad is not None]
 
     @torch.no_grad()
@@ -242,6 +248,10 @@ class Core:
     def hand_over(self) -> None:
         """Let the optimizer's own step find only what is left."""
         self.in_step = True
+        if isinstance(self.optimizer, RuleOptimizer) and self.stepped and not self.left():
+            # Ours can be told that there is nothing to do, and need not look at every parameter to find out.
+            self.optimizer._nothing_left = True
+            self.stepped = {}
         self._used = list(self.stepped.values())
         self.reset()
 

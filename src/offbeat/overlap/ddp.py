@@ -89,7 +89,7 @@ class DdpSource:
         self.core.receive(p)
         if self.core.is_new(self._step):
             self.begin_step()
-        refuse_graph(p)
+        refuse_graph(p.grad)
         self._hook.note_storage(p)
         self._local.add(id(p))
         if self.core.accumulate > 1 and current_pass() != self._pass and not is_nested():

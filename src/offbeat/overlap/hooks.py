@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offbeat.optim.gradients import local
 from offbeat.overlap.arrivals import Arrivals, refuse_graph
 from offbeat.overlap.checks import refuse_inside_ddp
+from offbeat.overlap.consumed import ConsumedGradient
 from offbeat.overlap.core import Core
 from offbeat.overlap.fsdp import ModuleHook, Unit, count_calls
 from offbeat.overlap.passes import current_pass, has_reentrant_checkpoint, is_nested, queue_callback
@@ -86,7 +87,10 @@ class HookSource:
         with self.core.lock:
             if self._removed:
                 raise RuntimeError("a backward pass went on after handle.remove(); call remove() between steps")
-            self.core.receive(p)
+            g = p.grad
+            if isinstance(g, ConsumedGradient):
+                self.core.receive(p)
+                g = p.grad
             if self.core.is_new(self._step):
                 self.begin_step()
             now = current_pass()
@@ -100,7 +104,7 @@ class HookSource:
                 )
             if not self._gathering or id(p) in self._pending or p not in self._arrivals:
                 return
-            refuse_graph(p)
+            refuse_graph(g)
             self._add(p)
 
     def flush(self) -> None:
