@@ -1120,3 +1120,58 @@ def test_the_last_norm_when_everything_is_in_one_reentrant_checkpoint():
     handle = offbeat.overlap(optimizer, model, clip_norm=0.05, clip="previous")
     train(model, optimizer, range(2))
     assert handle.last_norm is not None
+
+
+def test_a_subclass_whose_step_does_more_than_the_rule():
+    class Bounded(offbeat.SGD):
+        def step(self, closure=None):
+            result = super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for p in group["params"]:
+                        p.clamp_(-0.3, 0.3)
+            return result
+
+    a, b = make(), make()
+    opts = [Bounded(m.parameters(), lr=0.1) for m in (a, b)]
+    handle = offbeat.overlap(opts[0], a, bucket_cap_mb=TINY)
+    train(a, opts[0], before_step=lambda: assert_all_used(a))
+    train(b, opts[1])
+    assert_same(a, b)
+    handle.remove()
+    train(a, opts[0], range(2))
+    train(b, opts[1], range(2))
+    assert_same(a, b)
+
+
+def test_a_step_that_fails_does_not_swallow_the_next():
+    a, b = make(), make()
+    opts = [offbeat.SGD(m.parameters(), lr=0.1) for m in (a, b)]
+    handle = offbeat.overlap(opts[0], a)
+    a(batch(0)).square().mean().backward()
+    opts[0]._accelerator_graph_capture_health_check = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        opts[0].step()
+    del opts[0]._accelerator_graph_capture_health_check
+    opts[0].zero_grad()
+    handle.remove()
+    train(b, opts[1], range(1))
+    train(a, opts[0], range(1, 3))
+    train(b, opts[1], range(1, 3))
+    assert_same(a, b)
+
+
+def test_a_parameter_exchanged_between_backward_and_step_is_not_forgotten():
+    """As many parameters as before, but not the same ones."""
+    a, b = make(), make()
+    opts = [offbeat.SGD(m[:4].parameters(), lr=0.1) for m in (a, b)]
+    offbeat.overlap(opts[0], a)
+    for model, optimizer in zip((a, b), opts, strict=True):
+        model(batch(0)).square().mean().backward()
+        params = optimizer.param_groups[0]["params"]
+        if model is b:  # has been updated by the time it leaves
+            with torch.no_grad():
+                params[0].sub_(params[0].grad, alpha=0.1)
+        optimizer.param_groups[0]["params"] = [*params[1:], model[4].weight]
+        optimizer.step()
+    assert_same(a, b)

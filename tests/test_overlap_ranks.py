@@ -119,6 +119,25 @@ def ddp_refusals(rank: int, world: int) -> str:
     with pytest.raises(RuntimeError, match="inside DistributedDataParallel"):
         ddp(batch(0, rank))
 
+    from torch.distributed._composable.replicate import replicate
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    composed = make()
+    replicate(composed)
+    offbeat.overlap(offbeat.SGD(composed.parameters(), lr=0.1), composed)
+    with pytest.raises(RuntimeError, match="inside DistributedDataParallel"):
+        composed(batch(0, rank))
+    low = DistributedDataParallel(make(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        traced = DistributedDataParallel(make())
+    built_in = DistributedDataParallel(make())
+    built_in._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+    for wrapped, words in ((low, "mixed_precision"), (traced, "python reducer"), (built_in, "once")):
+        refused = offbeat.SGD(wrapped.parameters(), lr=0.1)
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            offbeat.overlap(refused, wrapped)
+        assert not refused._optimizer_step_pre_hooks
+
     part = nn.Sequential(DistributedDataParallel(make()), nn.Linear(3, 3))
     with pytest.raises(ValueError, match="part of this module"):
         offbeat.overlap(offbeat.SGD(part.parameters(), lr=0.1), part)
@@ -484,3 +503,22 @@ def freed_with_accumulation(rank: int, world: int) -> list[int]:
 
 def test_fsdp2_frees_gradients_in_the_last_of_several_passes():
     assert run_ranks(freed_with_accumulation, 2) == [[6, 6, 6]] * 2
+
+
+def compiled(rank: int, world: int) -> bool:
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+        optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp)
+        for step in range(20):
+            ddp(batch(step, rank)).square().mean().backward()
+            assert not overlapped or all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+    return same(*models)
+
+
+def test_a_compiled_ddp_module():
+    assert run_ranks(compiled, 2) == [True] * 2

@@ -65,8 +65,6 @@ def check_module(module: Any, comm_hook: Any) -> None:
                 "FullyShardedDataParallel (FSDP1) cannot be overlapped: it reduces flat parameters the optimizer does "
                 "not see; use torch.distributed.fsdp.fully_shard (FSDP2)"
             )
-        if "_ddp" in vars(part) or hasattr(part, "_ddp_weakref"):
-            raise TypeError("replicate() cannot be overlapped; wrap the module in DistributedDataParallel instead")
     if comm_hook is not None and not isinstance(module, DistributedDataParallel):
         raise ValueError(
             f"comm_hook is for DistributedDataParallel modules, but the module is a {type(module).__name__}"
@@ -124,7 +122,7 @@ def refuse_inside_ddp(params: Sequence[Tensor]) -> None:
         return
     ours = {id(p) for p in params}
     for one in gc.get_objects():
-        if type(one) is DistributedDataParallel and any(id(p) in ours for p in one.parameters()):
+        if issubclass(type(one), DistributedDataParallel) and any(id(p) in ours for p in one.parameters()):
             raise RuntimeError(
                 "overlapped parameters belong to a DistributedDataParallel module, which has not reduced their "
                 "gradients when they would be updated; give the DistributedDataParallel module to overlap() instead"

@@ -53,9 +53,8 @@ class Clipping:
         """Whether updates must wait for the norm of the whole step."""
         return self.mode == "exact" or (self.mode == "previous" and self.last is None)
 
-    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Take down the norms of a bucket's gradients."""
-        norms: list[Tensor] = []
         kinds: dict[Any, list[int]] = {}
         parts = [local(g) for g in grads]
         for i, g in enumerate(parts):
@@ -64,9 +63,7 @@ class Clipping:
         for index in kinds.values():
             result.update(zip(index, torch._foreach_norm([parts[i] for i in index]), strict=True))
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            norms.append(result[i])
             self._norms[id(p)] = (result[i], g, g._version)
-        return norms
 
     def moved(self, param: Tensor) -> None:
         """A measured gradient lies in ``.grad`` now, unchanged."""

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.optim import RuleOptimizer
 from offbeat.overlap.clipping import Clipping, Shards, shard_groups
 from offbeat.overlap.consumed import ConsumedGradient
 from offbeat.overlap.registry import overlapped
@@ -95,7 +94,8 @@ class Core:
 
     def note_arrival(self) -> None:
         """A backward pass brings gradients."""
-        self._touched, self.in_step = True, False
+        self._touched = True
+        self.end_step()
         if self.hooks is not None:  # others may have been registered since
             order: Any = self.optimizer._optimizer_step_pre_hooks
             order.move_to_end(self.hooks[0].id, last=False)
@@ -168,7 +168,7 @@ class Core:
             placeholder = self._placeholders.get(id(p))
             if placeholder is None:
                 placeholder = self._placeholders[id(p)] = ConsumedGradient(p)
-            placeholder.is_zero, placeholder.added = False, None
+            placeholder.renew()
             try:
                 p.grad = placeholder
             except RuntimeError:  # the parameter has another shape or dtype by now
@@ -182,8 +182,8 @@ class Core:
 
     def settle(self) -> None:
         """Give parameters that stand at zero and were not used their zeros. Raises if a used gradient would count."""
-        for p in self.everyone if len(self.stepped) < len(self.everyone) else ():
-            if isinstance(p.grad, ConsumedGradient) and id(p) not in self.stepped:
+        for p in self.everyone:
+            if id(p) not in self.stepped and isinstance(p.grad, ConsumedGradient):
                 if not p.grad.is_zero:
                     raise RuntimeError(
                         f"the gradient of a parameter of shape {tuple(p.shape)} is from an earlier step, was used "
@@ -193,8 +193,6 @@ class Core:
 
     def left(self) -> list[Tensor]:
         """Parameters with a gradient that nothing has been done with."""
-        if len(self.stepped) == len(self.everyone):
-            return []
         return [p for p in self.everyone if id(p) not in self.stepped and p.grad is not None]
 
     @torch.no_grad()
@@ -248,9 +246,9 @@ class Core:
     def hand_over(self) -> None:
         """Let the optimizer's own step find only what is left."""
         self.in_step = True
-        if isinstance(self.optimizer, RuleOptimizer) and self.stepped and not self.left():
-            # Ours can be told that there is nothing to do, and need not look at every parameter to find out.
-            self.optimizer._nothing_left = True
+        if hasattr(self._overlapped, "skip_step") and self.stepped and not self.left():
+            # It need not look at every parameter to find that there is nothing to do.
+            self._overlapped.skip_step(on=True)
             self.stepped = {}
         self._used = list(self.stepped.values())
         self.reset()
@@ -258,7 +256,14 @@ class Core:
     def take_back(self) -> None:
         """After the optimizer's own step: used gradients must not be taken for gradients until they are cleared."""
         self.free([p for p in self._used if p.grad is None])
-        self._used, self._freed, self.in_step = [], set(), False
+        self._used, self._freed = [], set()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """The optimizer's own step is over, finished or failed."""
+        self.in_step = False
+        if hasattr(self._overlapped, "skip_step"):
+            self._overlapped.skip_step(on=False)
 
     def reset(self, *, everything: bool = False) -> None:
         """Begin anew; gradients that were used are gone for good."""

@@ -32,6 +32,8 @@ _WIDE = (torch.float32, torch.float64)
 
 def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
     """Raise if buckets of this module cannot be stepped, or its hook is taken."""
+    if ddp.mixed_precision is not None:
+        raise ValueError("DDP's mixed_precision cannot be overlapped; use torch.autocast, or fully_shard's policy")
     ours = _hooks.get(ddp)
     if ours is None and ddp._comm_hooks:
         name = getattr(ddp._comm_hooks[0][0], "__name__", "a hook")
@@ -44,8 +46,6 @@ def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
             "another optimizer is overlapped with this DistributedDataParallel module already, and the communication "
             "hook serves both; give comm_hook= in the first call of overlap() only"
         )
-    if ddp.mixed_precision is not None:
-        raise ValueError("DDP's mixed_precision cannot be overlapped; use torch.autocast, or fully_shard's policy")
     if ddp._use_python_reducer:
         raise ValueError(
             "DDP's python reducer has no buckets; set torch._dynamo.config.optimize_ddp to 'ddp_optimizer'"
@@ -280,7 +280,7 @@ class _CommHook:
                     torch.set_num_threads(threads)
                 result = _run(jobs, buffer, result, divide)
             except BaseException as error:
-                self._error = error
+                self._fail(jobs, error)
             jobs.clear()  # DDP goes on with the next line, and this frame may live a little longer
             # An error is raised at the end of backward, as what it is; DDP would wrap it and be of no use afterwards.
             finished.set_result(result)
@@ -296,9 +296,10 @@ class _CommHook:
         return finished
 
     def _fail(self, jobs: list[Any], error: BaseException) -> None:
+        """Remember an error for the end of backward; nobody may step with what it left."""
         self._error = error
         for source, *_ in jobs:
-            source.core.spoiled = f"a reduction failed ({type(error).__name__}: {error})"
+            source.core.spoiled = f"a bucket was not reduced or not stepped ({type(error).__name__}: {error})"
 
     def _step_in_stream(self, reduced: Future[Any], buffer: Tensor, jobs: list[Any], divide: int) -> Future[Any]:
         device = buffer.device
@@ -309,15 +310,19 @@ class _CommHook:
         read = torch.cuda.current_stream(device).record_event()
 
         def step(done: Future[Any]) -> Tensor:
-            result = _flat(done.value())
-            with torch.cuda.device(device):
-                theirs = torch.cuda.current_stream(device)
-                ours.wait_event(read)
-                ours.wait_stream(theirs)
-                with torch.cuda.stream(ours):
-                    result.record_stream(ours)
-                    result = _run(jobs, buffer, result, divide)
-                theirs.wait_stream(ours)
+            result = buffer
+            try:
+                result = _flat(done.value())
+                with torch.cuda.device(device):
+                    theirs = torch.cuda.current_stream(device)
+                    ours.wait_event(read)
+                    ours.wait_stream(theirs)
+                    with torch.cuda.stream(ours):
+                        result.record_stream(ours)
+                        result = _run(jobs, buffer, result, divide)
+                    theirs.wait_stream(ours)
+            except BaseException as error:
+                self._fail(jobs, error)
             return result
 
         return reduced.then(step)

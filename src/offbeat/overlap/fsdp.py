@@ -10,27 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.passes import current_pass
 
-__all__ = ["ModuleHook", "Unit", "count_calls", "fsdp_units"]
-
-
-class ModuleHook:
-    """A hook on a module that a copy of the module, pickled or not, does not have."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return _nothing
-
-    def __reduce__(self) -> Any:
-        return _get_nothing, ()
-
-
-def _get_nothing() -> Any:
-    return _nothing
-
-
-def _nothing(*args: Any) -> None:
-    """What copies get."""
+__all__ = ["Unit", "count_calls", "fsdp_units"]
 
 
 class Unit:

@@ -161,6 +161,7 @@ class Overlap:
                     "remove() was called between backward() and optimizer.step(), when a part of the parameters may "
                     "have been updated; call optimizer.step() first, or handle.reset() to drop what is left"
                 )
+            core.end_step()
             self._source.remove()
             for hook in self._hooks:
                 hook.remove()

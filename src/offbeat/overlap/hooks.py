@@ -16,7 +16,8 @@ from offbeat.overlap.arrivals import Arrivals, refuse_graph
 from offbeat.overlap.checks import refuse_inside_ddp
 from offbeat.overlap.consumed import ConsumedGradient
 from offbeat.overlap.core import Core
-from offbeat.overlap.fsdp import ModuleHook, Unit, count_calls
+from offbeat.overlap.fsdp import Unit, count_calls
+from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.passes import current_pass, has_reentrant_checkpoint, is_nested, queue_callback
 
 __all__ = ["HookSource"]

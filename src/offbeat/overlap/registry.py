@@ -6,6 +6,7 @@ The entry for a class serves its subclasses too, unless they have one of their o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any, TypeVar
 
 import torch
@@ -132,6 +133,8 @@ def overlapped(optimizer: Optimizer) -> Any:
     """The object that steps the buckets of this optimizer, by the nearest of its classes that has an entry."""
     for cls in type(optimizer).__mro__:
         found = _registry.get(cls)
+        if found is _OverlappedRule and unwrap(type(optimizer).step) is not unwrap(RuleOptimizer.step):
+            break  # a subclass whose step does more than the rule
         if found is not None:
             return optimizer if found is cls else found(optimizer)
     return OverlappedOptimizer(optimizer)
@@ -149,6 +152,11 @@ class _OverlappedRule(OverlappedOptimizer):
     def begin_step(self) -> None:
         groups = self.optimizer.param_groups
         self._group = {id(p): i for i, group in enumerate(groups) for p in group["params"]} if len(groups) > 1 else {}
+
+    def skip_step(self, *, on: bool) -> None:
+        """Every gradient has been used: let the optimizer's own step, which comes next, do nothing."""
+        optimizer: Any = self.optimizer
+        optimizer._nothing_left = on
 
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         optimizer: Any = self.optimizer
