@@ -29,6 +29,15 @@ from offbeat.optim import (
 )
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
+from offbeat.sync import (
+    Disagreement,
+    HierarchicalModelAverager,
+    LocalSGD,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_local_sgd_hook,
+)
 from offbeat.tiers import Choice
 
 __all__ = [
@@ -41,12 +50,18 @@ __all__ = [
     "Adamax",
     "CaptureError",
     "Choice",
+    "Disagreement",
     "FunctionalOptimizer",
     "GradientError",
+    "HierarchicalModelAverager",
     "Lion",
+    "LocalSGD",
     "NAdam",
     "Overlap",
     "OverlappedOptimizer",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
     "PureOptimizer",
     "RAdam",
     "RMSprop",
@@ -58,5 +73,6 @@ __all__ = [
     "as_functional",
     "as_pure",
     "overlap",
+    "post_local_sgd_hook",
     "register_overlapped",
 ]

@@ -75,6 +75,15 @@ class DdpSource:
             core.agreeing.append(ddp.process_group)
         self.look_at_params()
 
+    def reduce_with(self, hook: Any) -> None:
+        """Have buckets reduced by this communication hook, which gives all ranks of a bucket's group the same."""
+        if self._hook.inner is not None:
+            raise ValueError(
+                "overlap() was given a communication hook, and a bucket can be reduced only once; give it as "
+                "LocalSGD(..., comm_hook=) instead"
+            )
+        self._hook.inner, self._hook.state = hook, None
+
     def look_at_params(self) -> None:
         """The optimizer's parameters are others than before."""
         self._arrivals.cover(self.core.everyone)

@@ -20,7 +20,7 @@ from offbeat.overlap.fsdp import fsdp_units
 from offbeat.overlap.hooks import HookSource
 from offbeat.overlap.scaling import Scaling
 
-__all__ = ["Overlap", "overlap"]
+__all__ = ["Overlap", "overlap", "overlap_of"]
 
 
 def overlap(
@@ -97,6 +97,17 @@ def overlap(
     return Overlap(core, source, scaler)
 
 
+def overlap_of(optimizer: Optimizer) -> Overlap | None:
+    """The overlap this optimizer is in, if any."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            handle = owners.get(p)
+            found: Overlap | None = handle() if handle is not None else None
+            if found is not None and found._core is not None and found._core.optimizer is optimizer:
+                return found
+    return None
+
+
 class Overlap:
     """An optimizer that steps during backward. Made by :func:`overlap`."""
 
@@ -117,6 +128,22 @@ class Overlap:
         None without ``clip_norm`` and before the first step. ``clip_norm=float("inf")`` measures without clipping.
         """
         return self._core.clip.last if self._core is not None and self._core.clip is not None else None
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """How gradients are unscaled, if they are."""
+        return self._alive().scaling
+
+    def answer_for(self, wrapper: Optimizer) -> None:
+        """Have the scaler take a wrapper around the optimizer for the optimizer."""
+        scaling = self._alive().scaling
+        if scaling is not None:
+            scaling.answer_for(wrapper)
+
+    def reduce_with(self, hook: Any) -> None:
+        """Have DDP's buckets reduced by this communication hook from now on."""
+        self._alive()
+        self._source.reduce_with(hook)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:

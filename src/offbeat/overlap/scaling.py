@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from offbeat.optim.gradients import local
 
-__all__ = ["Scaling"]
+__all__ = ["Scaling", "unscale"]
 
 
 class Scaling:
@@ -68,12 +68,7 @@ class Scaling:
         if self._inverse is None:
             self.begin()
         assert self._inverse is not None
-        kinds: dict[Any, list[Tensor]] = {}
-        for g in grads:
-            part = local(g)
-            part = part._values() if part.layout == torch.sparse_coo else part
-            kinds.setdefault((part.device, part.dtype), []).append(part)
-        for (device, _), some in kinds.items():
+        for (device, _), some in _by_kind(grads).items():
             found = self._found.get(device)
             if found is None:
                 found = self._found[device] = torch.zeros((), dtype=torch.float32, device=device)
@@ -111,6 +106,16 @@ class Scaling:
         for group in groups:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
+    def found(self) -> bool:
+        """Whether a number was not finite, as the scaler would be told."""
+        state: dict[str, Any] = {}
+        self.answer(state)
+        return any(bool(found.item()) for found in state["found_inf_per_device"].values())
+
+    def answer_for(self, wrapper: Optimizer) -> None:
+        """Answer the scaler's question about an optimizer that wraps this one, too."""
+        _Unscale.of(self.scaler).answers[id(wrapper)] = self
+
     def answer(self, state: dict[str, Any]) -> None:
         """What ``GradScaler.unscale_`` has to leave behind."""
         finish = self._finish()
@@ -138,6 +143,28 @@ class Scaling:
                 del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
             else:
                 optimizer._step_supports_amp_scaling = self._had_amp  # type: ignore[attr-defined]
+
+
+def _by_kind(grads: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    """The numbers of gradients, by device and dtype."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in grads:
+        part = local(g)
+        part = part._values() if part.layout == torch.sparse_coo else part
+        kinds.setdefault((part.device, part.dtype), []).append(part)
+    return kinds
+
+
+@torch.no_grad()
+def unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divide all gradients of an optimizer by a scale, as ``GradScaler.unscale_`` does."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if any(g.dtype == torch.float16 for g in grads):
+        raise ValueError("Attempting to unscale FP16 gradients: keep parameters in float32 and use torch.autocast")
+    inverse = scale.double().reciprocal().float()
+    for (device, _), some in _by_kind(grads).items():
+        ignored = torch.zeros((), dtype=torch.float32, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(some, ignored, inverse.to(device))
 
 
 class _Unscale:

@@ -1,0 +1,83 @@
+"""The samples of the convergence benchmark: Python's own sources and scikit-learn's digits, nothing to download."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Samples", "batches", "digits", "sources"]
+
+#: Directories of the standard library that are not prose about programs: tests, and tables written by programs.
+LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class Samples(NamedTuple):
+    """Inputs and targets to train on, and others to judge by. ``noise`` is the deviation of what training adds."""
+
+    x: Tensor
+    y: Tensor
+    held_out_x: Tensor
+    held_out_y: Tensor
+    words: str
+    noise: float = 0.0
+
+
+def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) -> Samples:
+    """The standard library's sources, cut into windows; each byte's target is the one that follows it.
+
+    Whole files are held out, so that no held-out line has a neighbour in the training text. Of their windows
+    ``held_out`` are taken, evenly spaced.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Only packages: site-packages and the build's configuration have no identifiers for names.
+    paths = [path.relative_to(root) for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata")]
+    kept = sorted(
+        path.as_posix() for path in paths if all(part.isidentifier() and part not in LEFT_OUT for part in path.parts[:-1])
+    )
+    parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
+    for number, path in enumerate(kept, start=1):
+        parts[number % hold_out_every == 0].extend((root / path).read_bytes())
+    train, rest = (torch.frombuffer(part, dtype=torch.uint8).unfold(0, length + 1, length + 1).long() for part in parts)
+    rest = rest[torch.linspace(0, len(rest) - 1, held_out).long()]
+    size = sum(map(len, parts))
+    words = f"{len(kept)} source files of Python's standard library, {size / 1e6:.1f} MB; every {hold_out_every}th held out"
+    return Samples(train[:, :-1], train[:, 1:], rest[:, :-1], rest[:, 1:], words)
+
+
+def digits(hold_out_every: int = 3, noise: float = 0.3) -> Samples:
+    """scikit-learn's 1797 digits of 8 x 8 pixels between 0 and 1, with noise, new at each pass.
+
+    Without noise the net is right about all but three of the held-out images, and the loss is theirs alone. Of each
+    held-out image there are four noisy ones, always the same.
+    """
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    x, y = torch.tensor(found.images, dtype=torch.float32).unsqueeze(1) / 16, torch.tensor(found.target)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(x), generator=generator)
+    rest, train = order[::hold_out_every], order[torch.arange(len(x)) % hold_out_every != 0]
+    words = f"scikit-learn's digits, {len(train)} images to train on and {len(rest)} held out, with noise of {noise}"
+    rest = rest.repeat(4)
+    held_out = x[rest] + noise * torch.randn(x[rest].shape, generator=generator)
+    return Samples(x[train], y[train], held_out, y[rest], words, noise)
+
+
+def batches(samples: Samples, rank: int, ranks: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A rank's batches, without end: its own part of the samples, dealt out at random, in a new order at each pass."""
+    dealt = torch.randperm(len(samples.x), generator=torch.Generator().manual_seed(seed))
+    mine = dealt[rank::ranks]
+    generator = torch.Generator().manual_seed(1000 * (seed + 1) + rank)
+    while True:
+        order = mine[torch.randperm(len(mine), generator=generator)]
+        for chosen in order.split(size):
+            if len(chosen) == size:
+                x = samples.x[chosen]
+                if samples.noise:
+                    x = x + samples.noise * torch.randn(x.shape, generator=generator)
+                yield x, samples.y[chosen]

@@ -1,0 +1,17 @@
+"""When replicas agree: averaging parameters now and then instead of gradients at every step."""
+
+from offbeat.sync.agreement import Disagreement
+from offbeat.sync.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from offbeat.sync.local_sgd import LocalSGD
+from offbeat.sync.post_local import PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
+
+__all__ = [
+    "Disagreement",
+    "HierarchicalModelAverager",
+    "LocalSGD",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "post_local_sgd_hook",
+]

@@ -1,0 +1,131 @@
+"""Before replicas exchange anything they compare what they are about to do; a difference raises on every rank."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from offbeat.sync.groups import meeting_device, members
+from offbeat.sync.items import Item, describe, local_part
+
+__all__ = ["Disagreement", "Shares", "agree", "check_same_values"]
+
+
+class Disagreement(RuntimeError):
+    """Ranks were about to do different things. It is raised on all of them, and nothing has been changed."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How much each rank counts in a mean.
+
+    Attributes:
+        factor: this rank's share, from 0 to 1.
+        divisor: by how many to divide if all ranks that count do so equally, else None.
+        is_first: whether this is the first rank that counts.
+        nobody: whether no rank counts.
+        all_done: whether all ranks have said that they are done.
+    """
+
+    factor: float
+    divisor: int | None
+    is_first: bool = False
+    nobody: bool = False
+    all_done: bool = False
+
+    @staticmethod
+    def of(weights: Sequence[float], me: int, all_done: bool = False) -> Shares:
+        """From every rank's weight."""
+        total = sum(weights)
+        if total == 0:
+            return Shares(0.0, None, False, True, all_done)
+        counting = [w for w in weights if w > 0]
+        equal = all(w == counting[0] for w in counting)
+        first = next(i for i, w in enumerate(weights) if w > 0)
+        return Shares(weights[me] / total, len(counting) if equal else None, first == me, False, all_done)
+
+
+def agree(
+    group: Any,
+    step: int,
+    digest: tuple[int, int],
+    weight: float,
+    items: Callable[[], Sequence[Item]],
+    *,
+    done: bool = False,
+) -> Shares:
+    """Compare steps and items with all ranks of a group, and learn their weights.
+
+    Args:
+        step: the step after which the exchange is.
+        digest: of the items.
+        weight: of this rank.
+        items: asked for only if ranks differ, to name the difference.
+        done: whether this rank has no more data.
+    """
+    ranks = members(group)
+    device = meeting_device(group)
+    bits = struct.unpack("<q", struct.pack("<d", weight))[0]
+    mine = torch.tensor([step, *digest, bits, int(done)], dtype=torch.int64, device=device)
+    rows = [torch.empty_like(mine) for _ in ranks]
+    dist.all_gather(rows, mine, group=group)
+    table = torch.stack(rows).tolist()
+    if len({row[0] for row in table}) > 1:
+        where = ", ".join(f"rank {rank} at step {row[0]}" for rank, row in zip(ranks, table, strict=True))
+        raise Disagreement(
+            f"ranks want to average after different numbers of steps: {where}; every rank must call step() equally "
+            "often (finish() is for a rank that has no data left), and load checkpoints of one step"
+        )
+    if len({(row[1], row[2]) for row in table}) > 1:
+        _name_difference(group, ranks, items())
+    weights = [struct.unpack("<d", struct.pack("<q", row[3]))[0] for row in table]
+    return Shares.of(weights, ranks.index(dist.get_rank()), all(row[4] for row in table))
+
+
+def _name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None:
+    lists: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(lists, describe(items), group=group)
+    for i in range(max(map(len, lists))):
+        here: dict[str, list[int]] = {}
+        for rank, rows in zip(ranks, lists, strict=True):
+            words = f"{rows[i][0]!r}, {rows[i][1]}" if i < len(rows) else "nothing more"
+            here.setdefault(words, []).append(rank)
+        if len(here) > 1:
+            names = {rows[i][0] for rows in lists if i < len(rows)}
+            what = f"{next(iter(names))!r} is not the same" if len(names) == 1 else "the lists differ"
+            where = "; ".join(f"on rank{'s' if len(some) > 1 else ''} {_list(some)}: {w}" for w, some in here.items())
+            raise Disagreement(
+                f"ranks do not agree on what to average, at number {i} {what}. {where}. Every rank needs the same "
+                "parameters (those with requires_grad), shapes and dtypes, and with state='average' state for all "
+                "of them; for shards give group= the ranks that hold the same ones"
+            )
+    raise Disagreement("ranks do not agree on what to average, but their lists are the same by now; call it again")
+
+
+def check_same_values(items: Sequence[Item], group: Any) -> None:
+    """Raise on every rank if items do not hold the same numbers everywhere."""
+    ranks = members(group)
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = []
+    for item in items:
+        part = local_part(item.tensor).contiguous()
+        sums.append((item.name, int(part.view(-1).view(kinds[part.itemsize]).sum(dtype=torch.int64))))
+    lists: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(lists, sums, group=group)
+    for rows in zip(*lists, strict=False):
+        if len(set(rows)) > 1:
+            other = [rank for rank, row in zip(ranks, rows, strict=True) if row != rows[0]]
+            raise Disagreement(
+                f"replicas do not start from the same parameters: {rows[0][0]!r} of "
+                f"rank{'s' if len(other) > 1 else ''} {_list(other)} is not rank {ranks[0]}'s, and averaged "
+                "gradients would not bring them together; seed all ranks alike, broadcast the parameters, or wrap the module in DistributedDataParallel"
+            )
+
+
+def _list(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))

@@ -1,0 +1,213 @@
+"""Averagers with torch's names, arguments, schedules and messages, and without its traps.
+
+Parameters are averaged in place through bounded buckets, all of them that require gradients, whether this rank has
+a gradient or not; ranks compare what they are about to do, and a collective that fails changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
+
+from offbeat.sync.agreement import agree
+from offbeat.sync.buckets import check_bucket_mb
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.groups import blocks, is_member, whole
+from offbeat.sync.items import Item, digest
+from offbeat.sync.warmup import check_warmup
+
+__all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
+
+logger = logging.getLogger(__name__)
+
+
+class ModelAverager(TorchModelAverager):
+    """Base class of averagers: a counter, and parameters averaged over a group.
+
+    Args:
+        process_group: the ranks to average over; None is all.
+        bucket_mb: how much memory an average may take.
+        undo: where parameters' values wait until an average has succeeded: ``"auto"``, ``"disk"``, ``"memory"`` or
+            ``"off"``.
+    """
+
+    def __init__(self, process_group: Any = None, *, bucket_mb: float = 32, undo: str = "auto") -> None:
+        self.process_group = whole(process_group)
+        self.step = 0
+        self._exchange = Exchange(check_bucket_mb(bucket_mb), undo=undo)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent for averages."""
+        return self._exchange.bytes_sent
+
+    @abstractmethod
+    def average_parameters(self, params: Any) -> None:
+        """Count a step, and average if it is due."""
+
+    def _average(self, params: Any, group: Any) -> None:
+        items = _items(params)
+        if is_member(group) and dist.get_world_size(group) > 1:
+            shares = agree(group, self.step, digest(items), 1.0, lambda: items)
+            self._exchange.average(items, group, shares)
+
+
+class PeriodicModelAverager(ModelAverager):
+    r"""Averages parameters every ``period`` steps after warm-up. Takes the place of torch's class of this name.
+
+    After step :math:`s` (from 0) parameters are averaged if :math:`s \ge w` and
+    :math:`(s - w) \bmod \text{period} = 0`.
+
+    Args:
+        period: steps from one average to the next.
+        warmup_steps: :math:`w`, during which nothing is averaged.
+        process_group: the ranks to average over; None is all.
+
+    Example::
+
+        averager = offbeat.PeriodicModelAverager(period=4, warmup_steps=100)
+        for input, target in data:
+            optimizer.zero_grad()
+            loss_fn(model(input), target).backward()
+            optimizer.step()
+            averager.average_parameters(model.parameters())
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        bucket_mb: float = 32,
+        undo: str = "auto",
+    ) -> None:
+        super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)
+        if warmup_steps < 0:
+            raise ValueError(f"Arg ``warmup_steps`` must be a non-negative number. It is {warmup_steps}.")
+        self.warmup_steps = warmup_steps
+        if period < 1:
+            raise ValueError(f"Arg ``period`` must be a positive value. It is {period}.")
+        if period == 1:
+            warnings.warn(_EVERY_STEP.format("period is 1"), stacklevel=2)
+        self.period = period
+
+    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
+        """Count a step, and average these parameters or parameter groups if it is due."""
+        given = list(params)
+        check_warmup(self, given)
+        try:
+            if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
+                self._average(given, self.process_group)
+        finally:
+            self.step += 1  # also after a collective that failed: the step was made, and ranks stay in step
+
+
+class HierarchicalModelAverager(ModelAverager):
+    r"""Averages small groups often and large ones seldom. Takes the place of torch's class of this name.
+
+    After step :math:`s \ge w` the group of the last period that divides :math:`s` is averaged, and no other.
+
+    Args:
+        period_group_size_dict: from each period to the size of its groups, in ascending order; the last size is that
+            of ``process_group``.
+        warmup_steps: :math:`w`, during which nothing is averaged.
+        process_group: all ranks that take part; None is all.
+
+    Example::
+
+        averager = offbeat.HierarchicalModelAverager(OrderedDict([(4, 8), (16, 16)]), warmup_steps=100)
+    """
+
+    def __init__(
+        self,
+        period_group_size_dict: Mapping[int, int] | None = None,
+        warmup_steps: int = 0,
+        process_group: Any = None,
+        *,
+        bucket_mb: float = 32,
+        undo: str = "auto",
+    ) -> None:
+        super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)
+        if not period_group_size_dict:
+            raise ValueError("Arg ``period_group_size_dict`` must not be empty.")
+        self._periods = list(period_group_size_dict)
+        if self._periods[0] <= 0:
+            raise ValueError(
+                "The minimum period in arg ``period_group_size_dict`` must be a positive value. "
+                f"It is {self._periods[0]}."
+            )
+        if self._periods[-1] == 1:
+            warnings.warn(_EVERY_STEP.format("the maximum period in arg ``period_group_size_dict`` is 1"), stacklevel=2)
+        size = dist.get_world_size(self.process_group)
+        last = list(period_group_size_dict.values())[-1]
+        if last != size:
+            raise ValueError(
+                f"The last value in arg ``period_group_size_dict`` {last} "
+                f"must be equal to the size of arg ``process_group`` {size}."
+            )
+        if warmup_steps < 0:
+            raise ValueError(f"Arg ``warmup_steps`` must be a non-negative number. It is {warmup_steps}.")
+        self.warmup_steps = warmup_steps
+        if self._periods != sorted(self._periods):
+            raise ValueError(
+                f"The periods in arg ``period_group_size_dict`` {self._periods} must be in ascending order: "
+                "the last one that divides the step is taken, and would hide those after it"
+            )
+        self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
+        logger.info("Model averaging hierarchy:")
+        for period, group_size in period_group_size_dict.items():
+            logger.info(
+                "\tEach group that has %s processes average parameters every %s iterations, "
+                "if no higher-level averaging.",
+                group_size,
+                period,
+            )
+            self.period_process_group_dict[period] = blocks(self.process_group, group_size)
+
+    def _find_process_group(self) -> Any:
+        """The group to average over after this step, or None."""
+        due = [period for period in self._periods if self.step % period == 0]
+        return self.period_process_group_dict[due[-1]] if due else None
+
+    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
+        """Count a step, and average these parameters or parameter groups over the group that is due, if any."""
+        given = list(params)
+        check_warmup(self, given)
+        try:
+            if self.step >= self.warmup_steps:
+                group = self._find_process_group()
+                if group is not None:
+                    self._average(given, group)
+        finally:
+            self.step += 1
+
+
+_EVERY_STEP = (
+    "When {}, no need to use model averaging because the communication cost "
+    "of all-reducing parameters will be no less than the cost of all-reducing gradients "
+    "by DistributedDataParallel in the backward pass. Therefore, only "
+    "DistributedDataParallel should be used for this case."
+)
+
+
+def _items(params: Iterable[Any]) -> list[Item]:
+    items = []
+    for i, one in enumerate(params):
+        if isinstance(one, torch.nn.Parameter):
+            if one.requires_grad:
+                items.append(Item(f"parameter {i}", one))
+        elif isinstance(one, dict):
+            items += [Item(f"parameter {j} of group {i}", p) for j, p in enumerate(one["params"]) if p.requires_grad]
+        else:
+            raise NotImplementedError(f"Parameter input of type {type(one)} is not supported")
+    return items

@@ -1,0 +1,221 @@
+r"""An average that is under way while training goes on.
+
+After step :math:`t` the replicas' parameters :math:`x_i(t)` are copied. A thread reduces the copies to
+:math:`\bar x(t) = \sum_i w_i x_i(t)`. After step :math:`t + k` every rank adds the difference the average made,
+
+.. math:: x_i(t+k) \leftarrow x_i(t+k) + \bigl(\bar x(t) - x_i(t)\bigr),
+
+so that what it learnt in the :math:`k` steps between is kept. With :math:`k = 0` this is :math:`\bar x(t)`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.sync.agreement import Shares
+from offbeat.sync.buckets import Bucket
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.items import Item, local_part
+
+__all__ = ["Flight", "Snapshot"]
+
+#: At the program's end nobody may tear down the interpreter under a thread that is in a collective.
+_SECONDS_AT_EXIT = 10.0
+_flying: weakref.WeakSet[Flight] = weakref.WeakSet()
+
+
+class Snapshot:
+    """One copy of the items, in as few and as large tensors as their dtypes and devices allow; reused.
+
+    Args:
+        device: where it lies; None is where the items are.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
+        self.flats: list[tuple[str, bool, Tensor]] = []
+        self.views: list[Tensor] = []
+        self._key: Any = None
+
+    def shape_like(self, items: Sequence[Item]) -> None:
+        """Have room for these."""
+        parts = [local_part(item.tensor) for item in items]
+        key = [(i.how, i.late, p.dtype, p.device, p.shape, p.stride()) for i, p in zip(items, parts, strict=True)]
+        if key == self._key:
+            return
+        self.flats, self.views, self._key = [], [], None
+        kinds: dict[Any, list[int]] = {}
+        for index, (item, part) in enumerate(zip(items, parts, strict=True)):
+            kinds.setdefault((item.how, item.late, part.dtype, part.device), []).append(index)
+        views: dict[int, Tensor] = {}
+        for (how, late, dtype, device), indices in kinds.items():
+            target = device if self.device is None else self.device
+            pin = target.type == "cpu" and device.type == "cuda"
+            flat = torch.empty(sum(parts[i].numel() for i in indices), dtype=dtype, device=target, pin_memory=pin)
+            self.flats.append((how, late, flat))
+            start = 0
+            for i in indices:
+                piece = flat[start : start + parts[i].numel()]
+                start += parts[i].numel()
+                views[i] = _like(piece, parts[i])
+        self.views = [views[i] for i in range(len(items))]
+        self._key = key
+
+    def take(self, items: Sequence[Item]) -> None:
+        """Copy the items."""
+        self.shape_like(items)
+        torch._foreach_copy_(self.views, [local_part(item.tensor) for item in items], non_blocking=True)
+
+
+def _like(piece: Tensor, part: Tensor) -> Tensor:
+    """The flat piece seen with the shape of ``part``, and with its strides where they leave no gaps."""
+    shape, strides = list(part.shape), list(part.stride())
+    order = sorted(range(len(shape)), key=lambda i: (strides[i], shape[i]))
+    expected = 1
+    for i in order:
+        if shape[i] > 1 and strides[i] != expected:
+            return piece.view(shape)
+        expected *= shape[i]
+    return piece.as_strided(shape, strides, piece.storage_offset())
+
+
+class Flight:
+    """One delayed average, from its snapshot to the step that lands it.
+
+    Args:
+        items: to average.
+        snapshot: memory for their copies; the flight's until it has landed.
+        reach: run in the thread before anything is reduced: compares ranks and says how much each counts.
+    """
+
+    def __init__(
+        self, items: Sequence[Item], snapshot: Snapshot, exchange: Exchange, group: Any, reach: Callable[[], Shares]
+    ) -> None:
+        self.names = [item.name for item in items]
+        self._snapshot = snapshot
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._streams: dict[torch.device, Any] = {}
+        snapshot.take(items)
+        devices = {local_part(item.tensor).device for item in items}
+        for device in devices:
+            if device.type == "cuda":
+                taken = torch.cuda.current_stream(device).record_event()
+                self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device].wait_event(taken)
+                if snapshot.device is not None:
+                    taken.synchronize()
+        home = next(iter(devices), torch.device("cpu"))
+        travelling = home if snapshot.device is None or _reduces(group, snapshot.device) is False else snapshot.device
+        self._thread = threading.Thread(
+            target=self._fly, args=(exchange, group, reach, travelling), name="offbeat-sync", daemon=True
+        )
+        _flying.add(self)
+        self._thread.start()
+
+    @staticmethod
+    @torch.no_grad()
+    def reduced(items: Sequence[Item], values: Sequence[Tensor], snapshot: Snapshot) -> Flight:
+        """A flight from a checkpoint: reduced, and not yet landed."""
+        flight = Flight.__new__(Flight)
+        snapshot.shape_like(items)
+        torch._foreach_copy_(snapshot.views, list(values))
+        flight.names = [item.name for item in items]
+        flight._snapshot, flight._error, flight._thread, flight._streams = snapshot, None, None, {}
+        return flight
+
+    def wait(self) -> None:
+        """Until everything is reduced; raises what went wrong."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            raise self._error
+
+    def values(self) -> list[Tensor]:
+        """For a checkpoint: what landing will add, or put in place."""
+        self.wait()
+        self._settle()
+        return [view.clone() for view in self._snapshot.views]
+
+    @torch.no_grad()
+    def land(self, items: Sequence[Item]) -> None:
+        """Change the items. Nothing is changed if the reduction failed."""
+        self.wait()
+        self._settle()
+        parts = [local_part(item.tensor) for item in items]
+        moves = [(p, v.to(p.device, non_blocking=True)) for p, v in zip(parts, self._snapshot.views, strict=True)]
+        late = [move for item, move in zip(items, moves, strict=True) if item.late]
+        other = [move for item, move in zip(items, moves, strict=True) if not item.late]
+        if late:
+            torch._foreach_add_([p for p, _ in late], [v for _, v in late])
+        if other:
+            torch._foreach_copy_([p for p, _ in other], [v for _, v in other])
+
+    def _settle(self) -> None:
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _fly(self, exchange: Exchange, group: Any, reach: Callable[[], Shares], device: torch.device) -> None:
+        try:
+            with ExitStack() as streams:
+                for stream in self._streams.values():
+                    streams.enter_context(torch.cuda.stream(stream))
+                self._reduce(exchange, group, reach(), device)
+        except BaseException as error:
+            self._error = error
+
+    @torch.no_grad()
+    def _reduce(self, exchange: Exchange, group: Any, shares: Shares, device: torch.device) -> None:
+        late = {id(flat): late for _, late, flat in self._snapshot.flats}
+        buckets: list[Bucket] = []
+        differences: list[bool] = []
+        for how, _, flat in self._snapshot.flats:
+            some = exchange.cut([Item("", flat, how)])
+            for bucket in some:
+                bucket.device = device
+            buckets += some
+            differences += [late[id(flat)]] * len(some)
+        index = 0
+
+        def commit(bucket: Bucket, reduced: Tensor, last: bool) -> None:
+            nonlocal index
+            (piece,) = bucket.pieces
+            if reduced.device != piece.device:
+                reduced = reduced.to(piece.device)
+            if differences[index]:
+                torch.sub(reduced, piece, out=piece)
+            else:
+                piece.copy_(reduced)
+            index += 1
+
+        if shares.nobody:
+            for _, is_late, flat in self._snapshot.flats:
+                if is_late:
+                    flat.zero_()
+            return
+        exchange.reduce(buckets, group, shares, commit)
+        for stream in self._streams.values():
+            stream.synchronize()
+
+
+def _reduces(group: Any, device: torch.device) -> bool:
+    """Whether a group can reduce tensors of this device."""
+    kinds = [kind.type for kind in getattr(group, "_device_types", [])]
+    return not kinds or device.type in kinds
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    for flight in list(_flying):
+        thread = flight._thread
+        if thread is not None:
+            thread.join(_SECONDS_AT_EXIT)

@@ -1,0 +1,86 @@
+"""What of an optimizer and its module is averaged: parameters, buffers, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from offbeat.sync.items import Item, digest
+from offbeat.sync.policies import buffer_items, reset_state, state_items
+
+__all__ = ["Contents"]
+
+
+class Contents:
+    """The items of one optimizer and module, the same on every rank.
+
+    Which parameters they are says ``requires_grad``, never a rank's gradients. One that has been averaged once is
+    averaged for good: frozen between two averages it would otherwise stay different on every rank.
+
+    Args:
+        state: policy for optimizer state.
+        buffers: policy for the module's buffers.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, module: torch.nn.Module, state: str | Mapping[str, str], buffers: str
+    ) -> None:
+        self.optimizer = optimizer
+        self._module = module
+        self._ignored: Any = ()
+        if isinstance(module, DistributedDataParallel):
+            self._module, self._ignored = module.module, module.parameters_to_ignore
+        self._state, self._buffers = state, buffers
+        self._ever: Any = WeakIdKeyDictionary()
+        self._digest: tuple[Any, tuple[int, int]] | None = None
+
+    def params(self) -> dict[str, Tensor]:
+        """Parameters by name: the module's, or the place in the optimizer's groups."""
+        names = {id(p): name for name, p in self._module.named_parameters(remove_duplicate=False)}
+        found = {}
+        for i, group in enumerate(self.optimizer.param_groups):
+            for j, p in enumerate(group["params"]):
+                if p.requires_grad or p in self._ever:
+                    self._ever[p] = True
+                    found[names.get(id(p), f"parameter {j} of group {i}")] = p
+        return found
+
+    def items(self) -> list[Item]:
+        """Everything that is averaged."""
+        params = self.params()
+        return [
+            *(Item(name, p) for name, p in params.items()),
+            *buffer_items(self._module, self._buffers, self._ignored),
+            *state_items(self.optimizer, self._state, params),
+        ]
+
+    def digest(self, items: list[Item]) -> tuple[int, int]:
+        """As :func:`offbeat.sync.items.digest`, remembered."""
+        key = [(item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.stride()) for item in items]
+        if self._digest is None or self._digest[0] != key:
+            self._digest = (key, digest(items))
+        return self._digest[1]
+
+    def reset_state(self) -> None:
+        """After an average: begin state anew where the policy says so."""
+        reset_state(self.optimizer, self._state)
+
+    def averaged(self) -> list[int]:
+        """The places of parameters that have been averaged, for a checkpoint."""
+        return [i for i, p in enumerate(self._all()) if p in self._ever]
+
+    def load_averaged(self, places: list[int]) -> None:
+        """As :meth:`averaged` said it."""
+        params = self._all()
+        for i in places:
+            if i < len(params):
+                self._ever[params[i]] = True
+
+    def _all(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,374 @@
+"""``LocalSGD``: replicas that train by themselves and are averaged now and then, in one line."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from offbeat.overlap.handle import overlap_of
+from offbeat.sync.agreement import check_same_values
+from offbeat.sync.attach import attach
+from offbeat.sync.averaging import Averaging
+from offbeat.sync.buckets import check_bucket_mb
+from offbeat.sync.contents import Contents
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.gradients import GradientMean
+from offbeat.sync.groups import meeting_device, node_group, replica_group, whole
+from offbeat.sync.items import Item
+from offbeat.sync.joining import LocalSGDJoinHook
+from offbeat.sync.levels import make_levels
+from offbeat.sync.policies import check_buffers, check_state
+from offbeat.sync.schedule import Schedule
+from offbeat.sync.wrapper import OptimizerWrapper
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD(OptimizerWrapper, Joinable):
+    r"""Any optimizer, with replicas that agree only now and then.
+
+    During ``warmup`` steps gradients are averaged over all ranks, as DDP does. Then each node goes its own way
+    (gradients are averaged inside the node only) and after every ``every`` steps parameters are averaged over all:
+
+    .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j \Big/ \sum_j w_j, \qquad w_j = 1 \text{ or what rank } j
+       \text{ has seen.}
+
+    After step :math:`s` (from 0) that is when :math:`s \ge \text{warmup}` and
+    :math:`(s - \text{warmup}) \bmod \text{every} = 0`: the schedule of ``PostLocalSGDOptimizer`` with
+    ``PeriodicModelAverager`` and ``post_local_sgd_hook``, whose place this takes, with one counter.
+
+    Args:
+        opt: the optimizer, overlapped or not.
+        module: the module it trains: DDP, plain, or ``fully_shard``-ed. DDP averages gradients during backward. For
+            others that happens in ``step()``; call :meth:`average_gradients` first to clip averaged ones.
+        every: steps from one average to the next; or a function from the step to that; or levels, lowest first, as a
+            mapping from period to group (a size, a process group, or names of dimensions of ``mesh``). After a step
+            only the highest level that is due is averaged.
+        warmup: steps with globally averaged gradients; or a function from the step to whether it is one of those,
+            asked until it says no.
+        group: the ranks to average over. None is all; for sharded modules, those that hold the same shards.
+        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for none.
+        mesh: whose dimensions ``every`` names.
+        delay: 0 averages at once. :math:`k > 0` sends a copy in the background and after :math:`k` more steps adds
+            what the average changed: :math:`x_i(t+k) \leftarrow x_i(t+k) + (\bar x(t) - x_i(t))`.
+        state: what an average does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from
+            keys to these, others being kept.
+        buffers: what it does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first rank's) or
+            ``"keep"``. DDP's own broadcast at every forward is off after warm-up.
+        weighted: weigh ranks by what they have told :meth:`seen`, instead of equally.
+        comm_hook: reduces DDP's gradients, called as ``comm_hook(group, bucket)``; torch's ``fp16_compress_hook`` is
+            one.
+        bucket_mb: how much memory an average may take.
+        reduce_dtype: for parameters to travel in; None is their own.
+        snapshot: where the copy of a delayed average lies: ``"device"`` or ``"cpu"``.
+        undo: where parameters' values wait until an average has succeeded: ``"disk"``, ``"memory"``, ``"off"``, or
+            ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
+
+    Example::
+
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = offbeat.LocalSGD(offbeat.AdamW(model.parameters()), model, every=8, warmup=100)
+        >>> for step in range(3):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.steps
+        3
+        >>> dist.destroy_process_group()
+
+    Limits: functions given as ``every`` and ``warmup`` must say the same on every rank. What was learnt since the last
+    average is each rank's own: call :meth:`finish` (or :meth:`sync`) before the model is used or saved as one.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        module: torch.nn.Module,
+        every: Any = 8,
+        warmup: int | Callable[[int], bool] = 0,
+        *,
+        group: Any = None,
+        subgroup: Any = "node",
+        mesh: Any = None,
+        delay: int = 0,
+        state: str | Mapping[str, str] = "keep",
+        buffers: str = "average",
+        weighted: bool = False,
+        comm_hook: Any = None,
+        bucket_mb: float = 32,
+        reduce_dtype: torch.dtype | None = None,
+        snapshot: str = "device",
+        undo: str = "auto",
+    ) -> None:
+        _check_module(opt, module)
+        check_delay(delay, every)
+        check_state(state, delay)
+        check_buffers(buffers)
+        if snapshot not in ("device", "cpu"):
+            raise ValueError(f"snapshot must be 'device' or 'cpu', but got {snapshot!r}")
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype must be a floating-point dtype, but got {reduce_dtype}")
+        Schedule([], warmup)  # raises before anything is done
+        bucket_bytes = check_bucket_mb(bucket_mb)
+        exchange = Exchange(bucket_bytes, reduce_dtype, undo)
+        super().__init__(opt)
+        Joinable.__init__(self)
+        module = getattr(module, "_orig_mod", module)  # torch.compile's
+        params = [p for one in opt.param_groups for p in one["params"]]
+        sharded = any(hasattr(p, "device_mesh") for p in params)
+        self._group = replica_group(params, whole()) if sharded and group is None else whole(group)
+        self._subgroup = _find_subgroup(subgroup, self._group, sharded)
+        levels = make_levels(every, self._group, mesh)
+        self._schedule = Schedule([level.period for level in levels], warmup)
+        self._contents = Contents(opt, module, state, buffers)
+        self._averaging = Averaging(
+            self._contents,
+            [level.group for level in levels],
+            exchange,
+            delay=delay,
+            weighted=weighted,
+            snapshot=torch.device("cpu") if snapshot == "cpu" else None,
+        )
+        self._top = len(levels) - 1
+        self._top_size = dist.get_world_size(levels[-1].group)
+        self._gradient_mean: GradientMean | None = None
+        self._gradients_averaged = False
+        self._begun = False
+        handle = overlap_of(opt)
+        if isinstance(module, DistributedDataParallel):
+            attach(self, module, comm_hook, handle)
+        else:
+            self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
+
+    @property
+    def steps(self) -> int:
+        """How many steps have been made."""
+        return self._schedule.step
+
+    @property
+    def syncs(self) -> int:
+        """How many averages have been begun."""
+        return self._averaging.count
+
+    @property
+    def is_local(self) -> bool:
+        """Whether warm-up is over for the step that is being made."""
+        return self._schedule.is_local
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent for averages of parameters, state and buffers; gradients are not counted."""
+        return self._averaging.bytes_sent
+
+    def seen(self, amount: float) -> None:
+        """Say how many samples or tokens this rank has trained on since the last call, for ``weighted=True``."""
+        self._averaging.see(amount)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, then an average if one is due.
+
+        If a collective of the average fails, its error is raised and parameters are as the optimizer left them.
+        """
+        Join.notify_join_context(self)
+        self._begin()
+        loss = self._step_inner(closure)
+        self._gradients_averaged = False
+        self._averaging.move()
+        level = self._schedule.due()
+        if level is not None:
+            self._schedule.averaged(level)
+        try:
+            self._averaging.after_step(self._schedule.step, level)
+        finally:
+            self._schedule.advance()  # also after a failure: the step was made, and ranks stay in step
+        return loss
+
+    def sync(self) -> None:
+        """Average over all ranks now, whatever the schedule says. Every rank must call it after the same step."""
+        self._averaging.now(self._schedule.step, self._top)
+
+    def finish(self) -> None:
+        """This rank has no data left: take part in averages until all ranks are done, then average once more.
+
+        A rank counts in the average that follows its last step, and not after that. When this returns all replicas are
+        the same. During warm-up, and for ranks whose node goes on averaging gradients, use
+        ``torch.distributed.algorithms.Join`` with the DDP module and this optimizer instead: their collectives are at
+        every step.
+        """
+        self._averaging.land()
+        if self._top_size == 1 or not self._schedule.is_local:
+            return
+        while True:
+            level = self._schedule.due()
+            if level is not None:
+                done = self._averaging.take_part(self._schedule.step, level, may_be_last=level == self._top)
+                if done and level == self._top:
+                    return
+                self._schedule.averaged(level)
+            self._schedule.advance()
+
+    def average_gradients(self) -> None:
+        """For modules without DDP: average gradients now, so that what follows (clipping, say) sees averaged ones.
+
+        ``step()`` does so if it has not been done since the last step. Under DDP backward has done it, and nothing
+        happens.
+        """
+        group = self.gradient_group()
+        if self._gradient_mean is not None and group is not None and not self._gradients_averaged:
+            self._gradient_mean.average(list(self._contents.params().values()), group)
+            self._gradients_averaged = True
+
+    def gradient_group(self) -> Any:
+        """Over which ranks gradients of the step that is being made are averaged; None for no others."""
+        return self._subgroup if self._schedule.is_local else self._group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to go on exactly: the optimizer's state, the counter, and an average that is under way.
+
+        After warm-up ranks differ between averages, and each must save its own. An average that is under way is waited
+        for, and will be landed when it would have been.
+        """
+        schedule = self._schedule.state_dict()
+        step = schedule.pop("step")
+        mine = {**schedule, **self._averaging.state_dict(), "averaged": self._contents.averaged()}
+        return self._finish_state_dict({**self._inner_state_dict(), "step": step, "local_sgd": mine})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, of ``PostLocalSGDOptimizer``, or of the optimizer alone."""
+        state_dict = self._begin_load(state_dict)
+        step, mine = state_dict.pop("step", None), state_dict.pop("local_sgd", None) or {}
+        self._averaging.check_state_dict(mine)
+        self.optim.load_state_dict(state_dict)
+        if step is None:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                stacklevel=2,
+            )
+        self._schedule.load_state_dict({**mine, "step": step or 0})
+        self._contents.load_averaged(mine.get("averaged", []))
+        self._averaging.load_state_dict(mine)
+        self._gradients_averaged, self._begun = False, True
+        self._finish_load()
+
+    @property
+    def join_device(self) -> torch.device:
+        """For ``torch.distributed.algorithms.Join``."""
+        return meeting_device(self._group)
+
+    @property
+    def join_process_group(self) -> Any:
+        """For ``torch.distributed.algorithms.Join``."""
+        return self._group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``."""
+        return LocalSGDJoinHook(self)
+
+    def _shadow_step(self) -> None:
+        """Do what a step of the other ranks needs of one that has no data."""
+        self._begin()
+        group = self.gradient_group()
+        if self._gradient_mean is not None and group is not None:
+            self._gradient_mean.average(list(self._contents.params().values()), group, absent=True)
+        level = self._schedule.due()
+        if level is not None:
+            self._schedule.averaged(level)
+            self._averaging.take_part(self._schedule.step, level, may_be_last=False)
+        self._schedule.advance()
+
+    def _last_average(self) -> None:
+        """After the last step of all ranks."""
+        self._averaging.take_part(self._schedule.step, self._top, may_be_last=True)
+
+    def _begin(self) -> None:
+        """Before the first step: where nobody else has made replicas equal, see that they are."""
+        if not self._begun:
+            self._begun = True
+            if self._reduces_gradients and not self._schedule.is_local and self._schedule.step == 0:
+                items = [Item(name, p) for name, p in self._contents.params().items()]
+                check_same_values(items, self._group)
+
+    def _average_gradients_in_step(
+        self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
+    ) -> None:
+        if comm_hook is not None:
+            raise ValueError(
+                f"comm_hook is for DistributedDataParallel modules, but the module is a {type(module).__name__}"
+            )
+        if dist.get_world_size(self._group) == 1:
+            return
+        if handle is None:
+            self._gradient_mean = GradientMean(Exchange(bucket_bytes, undo="off"))
+        elif self._subgroup is not None or self._schedule.warmup != 0:
+            raise ValueError(
+                "the optimizer is overlapped, so gradients of a module without DistributedDataParallel have been used "
+                "when step() would average them; give warmup=0 and subgroup=None, or wrap the module"
+            )
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        return self._gradient_mean is not None and self.gradient_group() is not None
+
+    def _reduce_gradients(self, found: Tensor | None) -> Tensor | None:
+        group = self.gradient_group()
+        if self._gradient_mean is None or group is None:
+            return found
+        self.average_gradients()
+        if found is not None:  # averaged gradients are finite nowhere if they are not finite somewhere
+            found = found.detach().to(meeting_device(group), copy=True)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found
+
+
+def check_delay(delay: int, every: Any) -> None:
+    """Raise unless an average lands before, or when, the next one begins."""
+    if isinstance(delay, bool) or not isinstance(delay, int):
+        raise TypeError(f"delay must be a number of steps, but got {delay!r}")
+    if delay < 0:
+        raise ValueError(f"delay must be at least 0 steps, but got {delay}")
+    periods = list(every) if isinstance(every, Mapping) else every
+    periods = [pair if isinstance(pair, int) else pair[0] for pair in periods] if isinstance(periods, list) else [every]
+    for period in periods:
+        if isinstance(period, int) and delay > period:
+            raise ValueError(
+                f"delay={delay} is longer than the {period} steps between averages, and only one can be under way; "
+                f"give a delay of at most {period}"
+            )
+
+
+def _check_module(opt: Any, module: Any) -> None:
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+    if not isinstance(opt, Optimizer):
+        raise TypeError(f"opt must be a torch.optim.Optimizer, but got {type(opt).__name__}")
+    if isinstance(opt, OptimizerWrapper):
+        raise TypeError(f"opt averages replicas itself ({type(opt).__name__}); give the optimizer it wraps")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
+        raise TypeError(
+            "FullyShardedDataParallel (FSDP1) does not say which shard a rank holds; use "
+            "torch.distributed.fsdp.fully_shard (FSDP2)"
+        )
+
+
+def _find_subgroup(subgroup: Any, group: Any, sharded: bool) -> Any:
+    """Who averages gradients after warm-up, or None."""
+    if isinstance(subgroup, str):
+        if subgroup != "node":
+            raise ValueError(f"subgroup must be 'node', a process group or None, but got {subgroup!r}")
+        # A sharded module reduces its gradients itself, and its replicas hold other nodes' shards.
+        return None if sharded or dist.get_world_size(group) == 1 else node_group(group)
+    if subgroup is None or dist.get_world_size(subgroup) == 1:
+        return None
+    return subgroup

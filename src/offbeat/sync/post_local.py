@@ -1,0 +1,147 @@
+"""Post-local SGD with torch's names: a gradient hook, its state, and an optimizer that averages."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.futures import Future
+from torch.optim import Optimizer
+
+from offbeat.sync.gradients import as_it_is, mean_of_bucket
+from offbeat.sync.groups import blocks, node_group, whole
+from offbeat.sync.warmup import hook_state, note_hook
+from offbeat.sync.wrapper import OptimizerWrapper
+
+__all__ = ["PostLocalSGDOptimizer", "PostLocalSGDState", "post_local_sgd_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """What :func:`post_local_sgd_hook` needs to know. Takes the place of torch's class of this name.
+
+    Args:
+        process_group: averages gradients during warm-up; None is all ranks.
+        subgroup: averages gradients afterwards; None is this node's ranks, found when they are first needed.
+        start_localSGD_iter: how many iterations warm-up has; the averager's ``warmup_steps`` must be the same.
+        post_local_gradient_allreduce: whether gradients are averaged in the subgroup after warm-up.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_noted",
+        "iter",
+        "post_local_gradient_allreduce",
+        "process_group",
+        "start_localSGD_iter",
+        "subgroup",
+    )
+
+    def __init__(
+        self,
+        process_group: Any,
+        subgroup: Any,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        logger.info("Local SGD will be started after %s iterations", start_localSGD_iter)
+        self.process_group = process_group
+        self.subgroup = subgroup
+        self.start_localSGD_iter = start_localSGD_iter
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+        self._noted: set[int] = set()
+
+    def maybe_increase_iter(self, bucket: Any) -> None:
+        """Count an iteration with its last bucket."""
+        if bucket.is_last():
+            self.iter += 1
+        if self.iter == self.start_localSGD_iter:
+            logger.info("Start to apply local SGD after %s iterations.", self.iter)
+
+    def note(self, bucket: Any) -> None:
+        """Let averagers of these parameters know of this state."""
+        params = [p for p in bucket.parameters() if id(p) not in self._noted]
+        if params:
+            note_hook(self, params)
+            self._noted.update(map(id, params))
+
+
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
+    """DDP communication hook: averages gradients globally during warm-up, then in the subgroup.
+
+    Takes the place of torch's ``post_localSGD_hook``; register it with
+    ``ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)``.
+    """
+    if isinstance(state, PostLocalSGDState):
+        state.note(bucket)
+    everyone = whole(state.process_group)
+    if state.iter < state.start_localSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return mean_of_bucket(everyone, bucket)
+    if not state.post_local_gradient_allreduce:
+        return as_it_is(bucket)
+    if state.subgroup is None:
+        state.subgroup = node_group(everyone) or blocks(everyone, 1)
+    return mean_of_bucket(state.subgroup, bucket)
+
+
+post_local_sgd_hook.__annotations__ = {}  # DDP wants the types themselves or none, and these are their names
+
+
+class PostLocalSGDOptimizer(OptimizerWrapper):
+    """Any optimizer, followed by an averager. Takes the place of torch's class of this name.
+
+    Args:
+        optim: the local optimizer.
+        averager: averages its parameters after each of its steps: ours, or torch's.
+
+    Example::
+
+        state = offbeat.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+        ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
+        optimizer = offbeat.PostLocalSGDOptimizer(
+            optim=torch.optim.SGD(ddp.parameters(), lr=0.01),
+            averager=offbeat.PeriodicModelAverager(period=4, warmup_steps=100),
+        )
+
+    A :class:`torch.amp.GradScaler` that finds an overflow on one rank skips that rank's step, and never an average.
+    :class:`offbeat.LocalSGD` does all of the above in one line.
+    """
+
+    def __init__(self, optim: Optimizer, averager: Any) -> None:
+        if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
+            raise TypeError(f"averager must have average_parameters() and a step, but got {type(averager).__name__}")
+        super().__init__(optim)
+        self.averager = averager
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The optimizer's step, then the averager's."""
+        loss = self._step_inner(closure)
+        self.averager.average_parameters(params=self.param_groups)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, and the averager's step under ``"step"``."""
+        return self._finish_state_dict({**self._inner_state_dict(), "step": self.averager.step})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, of torch's, or of the optimizer alone (which begins warm-up anew)."""
+        state_dict = self._begin_load(state_dict)
+        step = state_dict.pop("step", None)
+        state_dict.pop("local_sgd", None)
+        self.optim.load_state_dict(state_dict)
+        if step is None:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                stacklevel=2,
+            )
+            step = 0
+        state = hook_state(self.param_groups)
+        if state is not None:
+            state.iter = min(state.iter, step)  # or the hook would be local while the averager still warms up
+        self.averager.step = step
+        self._finish_load()

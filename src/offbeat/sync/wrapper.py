@@ -1,0 +1,136 @@
+"""An optimizer around an optimizer: everything but ``step`` is the inner one's, live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.overlap.handle import overlap_of
+from offbeat.overlap.scaling import unscale
+
+__all__ = ["OptimizerWrapper"]
+
+_SCALER = ("grad_scale", "found_inf")
+
+
+class OptimizerWrapper(Optimizer):
+    """Any :class:`torch.optim.Optimizer`, wrapped.
+
+    ``param_groups``, ``state`` and ``defaults`` are always the inner optimizer's own, and so is every public name that
+    is not found here. Hooks registered here run around this ``step``, those of the inner optimizer around its own.
+    """
+
+    #: Have a GradScaler call ``step()`` always: whether the inner step is skipped is this rank's affair, but what the
+    #: wrapper does around it is every rank's.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, optim: Optimizer) -> None:
+        if not isinstance(optim, Optimizer):
+            raise TypeError(f"optim must be a torch.optim.Optimizer, but got {type(optim).__name__}")
+        self.optim: Any = None
+        super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
+        self.optim = optim
+        handle = overlap_of(optim)
+        if handle is not None:
+            handle.answer_for(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's."""
+        groups: list[dict[str, Any]] = self.optim.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's."""
+        return self.optim.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's."""
+        defaults: dict[str, Any] = self.optim.defaults if self.optim is not None else {}
+        return defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in _SCALER or name == "optim":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optim, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optim)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} holds process groups and cannot be pickled or copied; "
+            "save its state_dict() and load that into a new one"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the inner optimizer's."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the inner optimizer's."""
+        self.optim.add_param_group(param_group)
+
+    def _inner_state_dict(self) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        found: dict[str, Any] = self.optim.state_dict()
+        return found
+
+    def _finish_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _begin_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        return state_dict
+
+    def _finish_load(self) -> None:
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
+        """The inner optimizer's step, or none if a GradScaler has found this rank's gradients not finite."""
+        found, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if found is None:
+            self._reduce_gradients(None)
+            return self.optim.step() if closure is None else self.optim.step(closure)
+        handle = overlap_of(self.optim)
+        scaling = handle.scaling if handle is not None else None
+        if scaling is not None:
+            if scale is not None:  # the scaler has not asked yet
+                found = scaling.found()
+        elif self._reduces_gradients or not getattr(self.optim, "_step_supports_amp_scaling", False):
+            if scale is not None:
+                unscale(self.optim, scale)
+            found = self._reduce_gradients(found)
+        else:
+            self.optim.grad_scale, self.optim.found_inf = scale, found
+            try:
+                return self.optim.step()
+            finally:
+                del self.optim.grad_scale, self.optim.found_inf
+        return None if _is_set(found) else self.optim.step()
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        """Whether gradients are averaged here, just before the inner step."""
+        return False
+
+    def _reduce_gradients(self, found: Tensor | None) -> Tensor | None:
+        """Average gradients where that is done here; returns whether a number was not finite on any of the ranks."""
+        return found
+
+
+def _is_set(found: Any) -> bool:
+    found = found.full_tensor() if hasattr(found, "full_tensor") else found
+    return bool(found.item()) if isinstance(found, torch.Tensor) else bool(found)

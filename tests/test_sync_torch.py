@@ -1,0 +1,239 @@
+"""Changing the import is the whole migration: torch's classes and ours, stepped side by side."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_hook
+from torch.distributed.algorithms.model_averaging import averagers as torch_averagers
+from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as torch_hierarchical
+from torch.distributed.optim import PostLocalSGDOptimizer as TorchPostLocalSGDOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from tests.scenarios import Scenarios
+from tests.sync_reference import batch, everyone, flat, loss, make
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_torch")]
+
+scenario = Scenarios(__name__)
+
+
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "ours": lambda params: offbeat.AdamW(params, lr=0.01),
+}
+
+
+class Side:
+    """One of the two, with a model of its own."""
+
+    def __init__(self, ours: bool, optimizer: str, averager: Any, warmup: int | None, subgroup: Any = None) -> None:
+        self.model = make()
+        self.ddp = DistributedDataParallel(self.model)
+        if warmup is not None:
+            if ours:
+                self.state: Any = offbeat.PostLocalSGDState(None, subgroup, warmup)
+                self.ddp.register_comm_hook(self.state, offbeat.post_local_sgd_hook)
+            else:
+                self.state = torch_hook.PostLocalSGDState(None, subgroup, warmup)
+                self.ddp.register_comm_hook(self.state, torch_hook.post_localSGD_hook)
+        wrapper = offbeat.PostLocalSGDOptimizer if ours else TorchPostLocalSGDOptimizer
+        self.averager = averager
+        self.optimizer: Any = wrapper(optim=OPTIMIZERS[optimizer](self.model.parameters()), averager=averager)
+
+    def step(self, step: int, rank: int) -> None:
+        loss(self.ddp, batch(step, rank)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def compare(ours: Side, theirs: Side, steps: range, rank: int, world: int) -> list[bool]:
+    """Step both; returns after which steps all ranks had the same."""
+    agreed = []
+    for step in steps:
+        ours.step(step, rank)
+        theirs.step(step, rank)
+        if world == 2:  # a sum of two has one order
+            assert torch.equal(flat(ours.model), flat(theirs.model)), step
+        else:
+            torch.testing.assert_close(flat(ours.model), flat(theirs.model), rtol=1e-12, atol=1e-13)
+        assert ours.averager.step == theirs.averager.step == step + 1
+        all_ranks = everyone(flat(ours.model))
+        agreed.append(all(torch.equal(one, all_ranks[0]) for one in all_ranks))
+    return agreed
+
+
+def pair(world: int, optimizer: str, period: int, warmup: int) -> tuple[Side, Side]:
+    subgroup, _ = dist.new_subgroups(group_size=world // 2)
+    return (
+        Side(True, optimizer, offbeat.PeriodicModelAverager(period, warmup), warmup, subgroup),
+        Side(False, optimizer, torch_averagers.PeriodicModelAverager(period, warmup), warmup, subgroup),
+    )
+
+
+@scenario(2, 4)
+def periodic(rank, world):
+    for optimizer in OPTIMIZERS:
+        for period, warmup in ((4, 3), (3, 0), (2, 5)):
+            agreed = compare(*pair(world, optimizer, period, warmup), range(14), rank, world)
+            expected = [s < warmup or (s - warmup) % period == 0 for s in range(14)]
+            assert agreed == expected
+
+
+@scenario(4)
+def hierarchical(rank, world):
+    for warmup in (0, 3):
+        for sizes in (
+            OrderedDict([(2, 2), (4, 4)]),
+            OrderedDict([(3, 2), (5, 4)]),
+            OrderedDict([(1, 2), (2, 2), (6, 4)]),
+        ):
+            ours = Side(True, "sgd", offbeat.HierarchicalModelAverager(sizes, warmup), None)
+            theirs = Side(False, "sgd", torch_hierarchical.HierarchicalModelAverager(sizes, warmup), None)
+            for side in (ours, theirs):  # without DDP's own reduction, or there would be nothing to average
+                side.ddp = side.model
+            agreed = compare(ours, theirs, range(13), rank, world)
+            assert any(agreed)
+            assert not all(agreed)
+            assert ours.averager._periods == theirs.averager._periods
+            for period, group in theirs.averager.period_process_group_dict.items():
+                mine = ours.averager.period_process_group_dict[period]
+                assert dist.get_process_group_ranks(mine) == dist.get_process_group_ranks(group)
+
+
+@scenario(2)
+def checkpoints(rank, world):
+    """With a step entry, without one, from torch's to ours and back."""
+    ours, theirs = pair(world, "adamw", 4, 3)
+    compare(ours, theirs, range(6), rank, world)
+    saved, theirs_saved = ours.optimizer.state_dict(), theirs.optimizer.state_dict()
+    assert saved.keys() == theirs_saved.keys()
+    assert saved["step"] == theirs_saved["step"] == 6
+    models = (ours.model.state_dict(), theirs.model.state_dict())
+
+    for with_step in (True, False):
+        again = pair(world, "adamw", 4, 3)
+        for side, model, state_dict in zip(again, models, (theirs_saved, saved), strict=True):  # crosswise
+            state_dict = dict(state_dict)
+            if not with_step:
+                del state_dict["step"]
+            side.model.load_state_dict(model)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                side.optimizer.load_state_dict(state_dict)
+            said = [str(one.message) for one in caught]
+            wanted = "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0."
+            assert said == ([] if with_step else [wanted])
+            assert side.averager.step == (6 if with_step else 0)
+        for step in range(6, 15):
+            for side in again:
+                side.step(step, rank)
+            assert torch.equal(flat(again[0].model), flat(again[1].model))
+            assert again[0].averager.step == again[1].averager.step == (step + 1 if with_step else step - 5)
+
+
+@scenario(2)
+def errors_and_warnings(rank, world):
+    """The same classes of errors with torch's words, so that code that catches or matches them goes on doing so."""
+    for build in (
+        lambda m, h: m.PeriodicModelAverager(0),
+        lambda m, h: m.PeriodicModelAverager(2, warmup_steps=-1),
+        lambda m, h: h.HierarchicalModelAverager({}),
+        lambda m, h: h.HierarchicalModelAverager(),
+        lambda m, h: h.HierarchicalModelAverager(OrderedDict([(0, 1), (2, 2)])),
+        lambda m, h: h.HierarchicalModelAverager(OrderedDict([(2, 1)])),
+        lambda m, h: h.HierarchicalModelAverager(OrderedDict([(2, 2)]), warmup_steps=-1),
+        lambda m, h: m.PeriodicModelAverager(2).average_parameters([torch.zeros(3)]),
+    ):
+        errors = []
+        for modules in ((torch_averagers, torch_hierarchical), (offbeat, offbeat)):
+            try:
+                build(*modules)
+            except Exception as error:
+                errors.append(error)
+        assert len(errors) == 2
+        assert isinstance(errors[1], type(errors[0]))
+        assert str(errors[1]).startswith(str(errors[0])), errors
+    for build in (
+        lambda m, h: m.PeriodicModelAverager(1),
+        lambda m, h: h.HierarchicalModelAverager(OrderedDict([(1, 2)])),
+    ):
+        said = []
+        for modules in ((torch_averagers, torch_hierarchical), (offbeat, offbeat)):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                build(*modules)
+            said.append([(one.category, str(one.message)) for one in caught])
+        assert said[0] == said[1]
+        assert len(said[0]) == 1
+
+
+@scenario(2)
+def averagers_by_themselves(rank, world):
+    """From parameters and from groups, as torch's own tests do it; ours leaves storages where they are."""
+    for give in (lambda model, opt: model.parameters(), lambda model, opt: opt.param_groups):
+        for module in (offbeat, torch_averagers):
+            model = torch.nn.Linear(3, 5, bias=False)
+            with torch.no_grad():
+                model.weight.fill_(float(rank))
+            model.weight.grad = torch.zeros_like(model.weight)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            averager = module.PeriodicModelAverager(period=4, warmup_steps=10)
+            address = model.weight.data_ptr()
+            for step in range(20):
+                with torch.no_grad():
+                    model.weight.fill_(float(rank))
+                averager.average_parameters(give(model, optimizer))
+                mean = step >= 10 and (step - 10) % 4 == 0
+                assert torch.equal(model.weight, torch.full((5, 3), 0.5 if mean else float(rank)))
+                assert averager.step == step + 1
+            assert (model.weight.data_ptr() == address) is (module is offbeat)
+
+
+@scenario(4)
+def ranks_outside_the_group(rank, world):
+    group = dist.new_group([0, 2])
+    parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+    offbeat.PeriodicModelAverager(2, process_group=group).average_parameters([parameter])
+    assert torch.equal(parameter, torch.full((3,), 1.0 if rank in (0, 2) else float(rank)))
+
+
+@scenario(2)
+def torchs_averager_in_our_optimizer(rank, world):
+    ours, theirs = pair(world, "sgd", 4, 3)
+    ours.averager = ours.optimizer.averager = torch_averagers.PeriodicModelAverager(4, 3)
+    compare(ours, theirs, range(9), rank, world)
+
+
+@scenario(2)
+def hook_without_subgroup_after_warmup(rank, world):
+    """``post_local_gradient_allreduce=False`` leaves gradients as they are."""
+    results = []
+    for states, hook in (
+        (offbeat.PostLocalSGDState, offbeat.post_local_sgd_hook),
+        (torch_hook.PostLocalSGDState, torch_hook.post_localSGD_hook),
+    ):
+        model = make()
+        ddp = DistributedDataParallel(model)
+        state = states(None, None, 2, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            loss(ddp, batch(step, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert state.iter == 2
+        results.append(flat(model))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("world", "name"), scenario.cases)
+def test_like_torch(world, name):
+    scenario.check(world, name)
