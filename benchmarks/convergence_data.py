@@ -37,7 +37,9 @@ def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) ->
     # Only packages: site-packages and the build's configuration have no identifiers for names.
     paths = [path.relative_to(root) for path in root.rglob("*.py") if not path.name.startswith("_sysconfigdata")]
     kept = sorted(
-        path.as_posix() for path in paths if all(part.isidentifier() and part not in LEFT_OUT for part in path.parts[:-1])
+        path.as_posix()
+        for path in paths
+        if all(part.isidentifier() and part not in LEFT_OUT for part in path.parts[:-1])
     )
     parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
     for number, path in enumerate(kept, start=1):
@@ -45,14 +47,16 @@ def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) ->
     train, rest = (torch.frombuffer(part, dtype=torch.uint8).unfold(0, length + 1, length + 1).long() for part in parts)
     rest = rest[torch.linspace(0, len(rest) - 1, held_out).long()]
     size = sum(map(len, parts))
-    words = f"{len(kept)} source files of Python's standard library, {size / 1e6:.1f} MB; every {hold_out_every}th held out"
+    words = (
+        f"{len(kept)} source files of Python's standard library, {size / 1e6:.1f} MB; every {hold_out_every}th held out"
+    )
     return Samples(train[:, :-1], train[:, 1:], rest[:, :-1], rest[:, 1:], words)
 
 
 def digits(hold_out_every: int = 3, noise: float = 0.3) -> Samples:
     """scikit-learn's 1797 digits of 8 x 8 pixels between 0 and 1, with noise, new at each pass.
 
-    Without noise the net is right about all but three of the held-out images, and the loss is theirs alone. Of each
+    Without noise the net is wrong about two to five of the held-out images, and the loss is theirs alone. Of each
     held-out image there are four noisy ones, always the same.
     """
     from sklearn.datasets import load_digits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ __all__ = ["ByteGPT", "ConvNet"]
 
 
 class ByteGPT(nn.Module):
-    """A small GPT over bytes: (batch, time) in, (batch, time, 256) out. 0.87 million parameters."""
+    """A small GPT over bytes: (batch, time) in, (batch, time, 256) out. 0.88 million parameters."""
 
     def __init__(self, layers: int = 4, width: int = 128, heads: int = 4, length: int = 128) -> None:
         super().__init__()
@@ -36,7 +38,7 @@ class ConvNet(nn.Module):
         super().__init__()
         widths = (1, width, 2 * width, 2 * width)
         layers: list[nn.Module] = []
-        for before, after in zip(widths, widths[1:], strict=False):
+        for before, after in pairwise(widths):
             layers += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
         layers.insert(6, nn.MaxPool2d(2))
         self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 10))

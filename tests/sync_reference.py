@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["batch", "everyone", "flat", "loss", "make", "simulate"]
+__all__ = ["batch", "everyone", "flat", "loss", "make", "simulate", "write"]
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -26,6 +26,10 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
 
 def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def write(model: nn.Module, vector: Tensor) -> None:
+    nn.utils.vector_to_parameters(vector.clone(), model.parameters())  # which become views of it
 
 
 def everyone(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -72,7 +76,7 @@ def simulate(
         for landing, differences in list(flights):
             if step >= landing or groups:
                 for rank, difference in differences.items():
-                    nn.utils.vector_to_parameters(flat(models[rank]) + difference, models[rank].parameters())
+                    write(models[rank], flat(models[rank]) + difference)
                 flights.remove((landing, differences))
         for group in groups:
             weights = {rank: weight(rank, step) for rank in group}
@@ -82,6 +86,6 @@ def simulate(
             if delay == 0:
                 flights.pop()
                 for rank in group:
-                    nn.utils.vector_to_parameters(mean, models[rank].parameters())
+                    write(models[rank], mean)
         history.append([flat(model) for model in models])
     return history

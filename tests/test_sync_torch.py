@@ -154,11 +154,9 @@ def errors_and_warnings(rank, world):
     ):
         errors = []
         for modules in ((torch_averagers, torch_hierarchical), (offbeat, offbeat)):
-            try:
+            with pytest.raises(Exception) as caught:
                 build(*modules)
-            except Exception as error:
-                errors.append(error)
-        assert len(errors) == 2
+            errors.append(caught.value)
         assert isinstance(errors[1], type(errors[0]))
         assert str(errors[1]).startswith(str(errors[0])), errors
     for build in (

@@ -123,7 +123,8 @@ def check_same_values(items: Sequence[Item], group: Any) -> None:
             raise Disagreement(
                 f"replicas do not start from the same parameters: {rows[0][0]!r} of "
                 f"rank{'s' if len(other) > 1 else ''} {_list(other)} is not rank {ranks[0]}'s, and averaged "
-                "gradients would not bring them together; seed all ranks alike, broadcast the parameters, or wrap the module in DistributedDataParallel"
+                "gradients would not bring them together; seed all ranks alike, broadcast the parameters, or wrap the "
+                "module in DistributedDataParallel"
             )
 
 

@@ -106,8 +106,12 @@ class Averaging:
         self.land()
         items = self._contents.items()
         shares = self._reach(items, step, level, done=True)()
+        last = shares.all_done and may_be_last
+        if shares.nobody and last and self._delay:
+            # All hold the last average, but landing it has rounded on each rank in its own way.
+            ranks = dist.get_world_size(self._groups[level])
+            shares = Shares.of([1.0] * ranks, dist.get_rank(self._groups[level]), all_done=True)
         if not shares.nobody:
-            last = shares.all_done and may_be_last
             # Ranks that still train may do this in the background, through the same buckets.
             self._change(items, level, shares, as_flight=bool(self._delay) and not last)
         return shares.all_done
@@ -180,6 +184,7 @@ class Averaging:
 
     def _forget(self, level: int) -> None:
         """What ranks have seen is in the average; a higher level does for the lower ones too."""
+        self._contents.mark_averaged()
         for lower in range(level + 1):
             self._seen[lower], self._moved[lower] = 0.0, False
 

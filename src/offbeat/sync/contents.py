@@ -47,7 +47,6 @@ class Contents:
         for i, group in enumerate(self.optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad or p in self._ever:
-                    self._ever[p] = True
                     found[names.get(id(p), f"parameter {j} of group {i}")] = p
         return found
 
@@ -66,6 +65,11 @@ class Contents:
         if self._digest is None or self._digest[0] != key:
             self._digest = (key, digest(items))
         return self._digest[1]
+
+    def mark_averaged(self) -> None:
+        """These parameters are averaged, and will be from now on."""
+        for p in self.params().values():
+            self._ever[p] = True
 
     def reset_state(self) -> None:
         """After an average: begin state anew where the policy says so."""

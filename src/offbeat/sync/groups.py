@@ -56,7 +56,7 @@ def meeting_device(group: Any) -> torch.device:
 def _new(ranks: Sequence[int], like: Any = None) -> Any:
     """A new group of these ranks, who alone call this."""
     backend = None
-    if like is not None:
+    if like is not None and dist.get_backend_config(like) != dist.get_backend_config():
         backend = dist.get_backend_config(like)
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
 

@@ -75,7 +75,8 @@ class Undo:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             start = int(self._file.seek(0, os.SEEK_END))
-            left = _memory(piece.contiguous())
+            dense = piece.contiguous()
+            left = _memory(dense)
             while left:
                 left = left[self._file.write(left) :]
             return start
