@@ -22,7 +22,7 @@ from offbeat.sync.agreement import agree
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.groups import blocks, is_member, whole
-from offbeat.sync.items import Item, digest
+from offbeat.sync.items import Digest, Item
 from offbeat.sync.warmup import check_warmup
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
@@ -44,6 +44,8 @@ class ModelAverager(TorchModelAverager):
         self.process_group = whole(process_group)
         self.step = 0
         self._exchange = Exchange(check_bucket_mb(bucket_mb), undo=undo)
+        self._digest = Digest()
+        self._looked = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -57,7 +59,7 @@ class ModelAverager(TorchModelAverager):
     def _average(self, params: Any, group: Any) -> None:
         items = _items(params)
         if is_member(group) and dist.get_world_size(group) > 1:
-            shares = agree(group, self.step, digest(items), 1.0, lambda: items)
+            shares = agree(group, self.step, self._digest.of(items), 1.0, lambda: items)
             self._exchange.average(items, group, shares)
 
 
@@ -104,7 +106,7 @@ class PeriodicModelAverager(ModelAverager):
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
         """Count a step, and average these parameters or parameter groups if it is due."""
         given = list(params)
-        check_warmup(self, given)
+        self._looked = check_warmup(self, given, self._looked)
         try:
             if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
                 self._average(given, self.process_group)
@@ -182,7 +184,7 @@ class HierarchicalModelAverager(ModelAverager):
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
         """Count a step, and average these parameters or parameter groups over the group that is due, if any."""
         given = list(params)
-        check_warmup(self, given)
+        self._looked = check_warmup(self, given, self._looked)
         try:
             if self.step >= self.warmup_steps:
                 group = self._find_process_group()

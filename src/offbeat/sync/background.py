@@ -24,6 +24,7 @@ from offbeat.sync.agreement import Shares
 from offbeat.sync.buckets import Bucket
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Item, local_part
+from offbeat.sync.quiet import make_thread_quiet
 
 __all__ = ["Flight", "Snapshot"]
 
@@ -165,6 +166,7 @@ class Flight:
             torch.cuda.current_stream(device).wait_stream(stream)
 
     def _fly(self, exchange: Exchange, group: Any, reach: Callable[[], Shares], device: torch.device) -> None:
+        make_thread_quiet()
         try:
             with ExitStack() as streams:
                 for stream in self._streams.values():
@@ -179,9 +181,7 @@ class Flight:
         buckets: list[Bucket] = []
         differences: list[bool] = []
         for how, _, flat in self._snapshot.flats:
-            some = exchange.cut([Item("", flat, how)])
-            for bucket in some:
-                bucket.device = device
+            some = exchange.cut_for_background(Item("", flat, how), device)
             buckets += some
             differences += [late[id(flat)]] * len(some)
         index = 0

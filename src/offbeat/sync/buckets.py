@@ -7,7 +7,6 @@ dtype, one device and one way to be exchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,39 +18,60 @@ __all__ = ["Bucket", "Slots", "check_bucket_mb", "cut"]
 _ALIGN = 64
 
 
-@dataclass
 class Bucket:
     """Pieces that travel together.
 
     Attributes:
         how: :data:`offbeat.sync.items.MEAN` or :data:`~offbeat.sync.items.FIRST`.
         dtype: in which they travel.
+        device: where they travel.
         pieces: views of the tensors' own memory.
+        size: how many elements they have together.
     """
 
-    how: str
-    dtype: torch.dtype
-    device: torch.device
-    pieces: list[Tensor] = field(default_factory=list)
-    size: int = 0
+    def __init__(self, how: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.how, self.dtype, self.device = how, dtype, device
+        self.pieces: list[Tensor] = []
+        self.size = 0
+        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The pieces' places in a flat tensor of :attr:`size` elements."""
-        parts = torch.split(flat, [piece.numel() for piece in self.pieces])
-        return [part if p.dim() == 1 else part.view(p.shape) for part, p in zip(parts, self.pieces, strict=True)]
+        """The pieces' places in a flat tensor of :attr:`size` elements; remembered, since memory is reused."""
+        found = self._views.get(flat.data_ptr())
+        if found is None or found[0].dtype != flat.dtype:
+            parts = torch.split(flat, [piece.numel() for piece in self.pieces])
+            shaped = [part if p.dim() == 1 else part.view(p.shape) for part, p in zip(parts, self.pieces, strict=True)]
+            if len(self._views) > 2 * Slots.COUNT:
+                self._views.clear()
+            found = self._views[flat.data_ptr()] = (flat, shaped)
+        return found[1]
+
+    def pack(self, flat: Tensor) -> None:
+        """Copy the pieces into a flat tensor."""
+        one_kind = all(p.dim() == 1 for p in self.pieces) and self.pieces[0].dtype == flat.dtype
+        if one_kind and self.pieces[0].device == flat.device:
+            torch.cat(self.pieces, out=flat)  # a fraction of the time of so many copies
+        else:
+            torch._foreach_copy_(self.views(flat), self.pieces)
+
+    def unpack(self, flat: Tensor) -> None:
+        """Copy the pieces back."""
+        torch._foreach_copy_(self.pieces, self.views(flat))
 
 
 def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None) -> list[Bucket]:
     """Buckets of at most ``slot_bytes`` for all items, the same on every rank.
 
     Args:
-        dtype: for floating-point numbers to travel in; None is their own.
+        dtype: for floating-point numbers to travel in, if it is wider than their own.
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, torch.dtype, torch.dtype, torch.device], Bucket] = {}
     for item in items:
         part = local_part(item.tensor)
-        travels = dtype if dtype is not None and part.dtype.is_floating_point else part.dtype
+        travels = part.dtype
+        if dtype is not None and part.dtype.is_floating_point:
+            travels = torch.promote_types(dtype, part.dtype)  # never narrower: that would round parameters
         limit = max(1, slot_bytes // travels.itemsize)
         key = (item.how, part.dtype, travels, part.device)
         for piece in _pieces(part, limit, filling[key].size if key in filling else 0):
@@ -99,20 +119,22 @@ def _flat(part: Tensor) -> Tensor | None:
 
 
 class Slots:
-    """The memory buckets travel in: two halves, so that one is filled or emptied while the other is on its way."""
+    """The memory buckets travel in: three parts, of which two may be on their way while the third is worked on."""
+
+    COUNT = 3
 
     def __init__(self, bucket_bytes: int) -> None:
-        self.bytes = max(_ALIGN, bucket_bytes // 2 // _ALIGN * _ALIGN)
+        self.bytes = max(_ALIGN, bucket_bytes // self.COUNT // _ALIGN * _ALIGN)
         self._memory: dict[torch.device, list[Tensor]] = {}
 
-    def get(self, index: int, bucket: Bucket) -> Tensor:
-        """A flat tensor for this bucket in one of the halves."""
-        halves = self._memory.setdefault(bucket.device, [torch.empty(0), torch.empty(0)])
-        needed = bucket.size * bucket.dtype.itemsize
-        if halves[index].numel() < needed:
-            halves[index] = torch.empty(0)
-            halves[index] = torch.empty(needed, dtype=torch.uint8, device=bucket.device)
-        return halves[index][:needed].view(bucket.dtype)
+    def get(self, index: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor in one of the parts, which takes no more memory than has been asked of it."""
+        parts = self._memory.setdefault(device, [torch.empty(0, dtype=torch.uint8)] * self.COUNT)
+        needed = size * dtype.itemsize
+        if parts[index].numel() < needed:
+            parts[index] = torch.empty(0, dtype=torch.uint8)
+            parts[index] = torch.empty(needed, dtype=torch.uint8, device=device)
+        return parts[index][:needed].view(dtype)
 
     def drop(self) -> None:
         """Forget the memory: a collective that failed may still write there."""
@@ -123,4 +145,4 @@ def check_bucket_mb(bucket_mb: float) -> int:
     """Bytes of a bucket, or an error."""
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, but got {bucket_mb!r}")
-    return max(2 * _ALIGN, int(bucket_mb * 2**20))
+    return max(Slots.COUNT * _ALIGN, int(bucket_mb * 2**20))

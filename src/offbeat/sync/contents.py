@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offbeat.sync.items import Item, digest
+from offbeat.sync.items import Digest, Item
 from offbeat.sync.policies import buffer_items, reset_state, state_items
 
 __all__ = ["Contents"]
@@ -38,16 +38,20 @@ class Contents:
             self._module, self._ignored = module.module, module.parameters_to_ignore
         self._state, self._buffers = state, buffers
         self._ever: Any = WeakIdKeyDictionary()
-        self._digest: tuple[Any, tuple[int, int]] | None = None
+        self._digest = Digest()
+        self._names: dict[int, str] = {}
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by name: the module's, or the place in the optimizer's groups."""
-        names = {id(p): name for name, p in self._module.named_parameters(remove_duplicate=False)}
-        found = {}
+        params = self._all()
+        if any(id(p) not in self._names for p in params):
+            named = self._module.named_parameters(remove_duplicate=False)
+            self._names = {id(p): "" for p in params} | {id(p): name for name, p in named}
+        names, found = self._names, {}
         for i, group in enumerate(self.optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad or p in self._ever:
-                    found[names.get(id(p), f"parameter {j} of group {i}")] = p
+                    found[names[id(p)] or f"parameter {j} of group {i}"] = p
         return found
 
     def items(self) -> list[Item]:
@@ -60,11 +64,8 @@ class Contents:
         ]
 
     def digest(self, items: list[Item]) -> tuple[int, int]:
-        """As :func:`offbeat.sync.items.digest`, remembered."""
-        key = [(item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.stride()) for item in items]
-        if self._digest is None or self._digest[0] != key:
-            self._digest = (key, digest(items))
-        return self._digest[1]
+        """What ranks compare."""
+        return self._digest.of(items)
 
     def mark_averaged(self) -> None:
         """These parameters are averaged, and will be from now on."""

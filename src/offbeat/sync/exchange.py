@@ -1,11 +1,12 @@
 r"""One exchange: every item becomes the same on all ranks of a group, or nothing changes.
 
 Every item becomes the weighted mean :math:`\bar x = \sum_i w_i x_i / \sum_i w_i` (or the first rank's value) by
-all-reduces over two halves of a bucket: while one is on its way the other is filled or emptied.
+all-reduces over slots of bounded memory: while one is on its way another is filled or emptied.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +22,16 @@ from offbeat.sync.undo import Undo
 
 __all__ = ["Exchange"]
 
+#: In the background, larger pieces would push the training's data out of the caches.
+_IN_BACKGROUND = 8 * 2**20
+
 
 class Exchange:
     """Reduces items in place, in bounded memory.
 
     Args:
         bucket_bytes: how much memory it may take.
-        reduce_dtype: for floating-point numbers to travel in; None is their own.
+        reduce_dtype: for floating-point numbers to travel in, if it is wider than their own.
         undo: where values wait until a sync has succeeded; see :class:`offbeat.sync.undo.Undo`.
 
     Attributes:
@@ -40,37 +44,56 @@ class Exchange:
         self.reduce_dtype = reduce_dtype
         self._slots = Slots(bucket_bytes)
         self._undo = Undo(undo)
-        self._key: Any = None
+        self._remembered: tuple[list[Tensor], list[Any]] = ([], [])
         self._buckets: list[Bucket] = []
 
     @torch.no_grad()
     def average(self, items: Sequence[Item], group: Any, shares: Shares) -> None:
         """Every item becomes the group's. If a collective fails, items are as they were, and its error is raised."""
         buckets = self._cut(items)
+        changed: list[Bucket] = []
+        # Where all results fit into the slots they can wait there until the last has come, and nothing need be undone.
+        fits = len(buckets) <= Slots.COUNT
 
         def commit(bucket: Bucket, flat: Tensor, last: bool) -> None:
-            if not last:
-                self._undo.keep(bucket.pieces)
-            torch._foreach_copy_(bucket.pieces, bucket.views(flat))
+            if self._undo.is_on and not (fits or last):
+                was = self._slots.get(2, bucket.size, bucket.pieces[0].dtype, bucket.device)
+                bucket.pack(was)
+                self._undo.keep(was)
+                changed.append(bucket)
+            bucket.unpack(flat)
 
         try:
-            self.reduce(buckets, group, shares, commit)
+            self.reduce(buckets, group, shares, commit, wait_for_all=fits)
         except BaseException:
-            self._undo.restore()
+            for index, bucket in enumerate(changed[: len(self._undo)]):
+                was = self._slots.get(2, bucket.size, bucket.pieces[0].dtype, bucket.device)
+                self._undo.recall(index, was)
+                bucket.unpack(was)
             raise
         finally:
             self._undo.clear()
 
     @torch.no_grad()
     def reduce(
-        self, buckets: Sequence[Bucket], group: Any, shares: Shares, commit: Callable[[Bucket, Tensor, bool], None]
+        self,
+        buckets: Sequence[Bucket],
+        group: Any,
+        shares: Shares,
+        commit: Callable[[Bucket, Tensor, bool], None],
+        *,
+        wait_for_all: bool = False,
     ) -> None:
         """Reduce buckets one after the other; ``commit(bucket, result, last)`` is called with each in turn.
 
         The pieces are only read.
+
+        Args:
+            wait_for_all: commit nothing before everything is reduced; for no more buckets than there are slots.
         """
         ranks = dist.get_world_size(group)
         on_the_way: deque[tuple[Bucket, Tensor, Any]] = deque()
+        slots = Slots.COUNT if wait_for_all else 2
         left = len(buckets)
 
         def land() -> None:
@@ -82,31 +105,40 @@ class Exchange:
 
         try:
             for index, bucket in enumerate(buckets):
-                if len(on_the_way) == 2:
+                if len(on_the_way) == slots:
                     land()
-                flat = self._slots.get(index % 2, bucket)
+                flat = self._slots.get(index % slots, bucket.size, bucket.dtype, bucket.device)
                 _fill(bucket, flat, shares)
                 on_the_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
                 self.bytes_sent += 2 * (ranks - 1) * flat.numel() * flat.itemsize // ranks
+            if wait_for_all:
+                for *_, work in on_the_way:
+                    work.wait()
             while on_the_way:
                 land()
         except BaseException:
             self._slots.drop()
             raise
 
-    def cut(self, items: Sequence[Item]) -> list[Bucket]:
-        """Buckets for these items."""
-        return cut(items, self._slots.bytes, self.reduce_dtype)
+    def cut_for_background(self, item: Item, device: torch.device) -> list[Bucket]:
+        """Buckets for one large flat item that travels on a device."""
+        buckets = cut([item], min(self._slots.bytes, _IN_BACKGROUND), self.reduce_dtype)
+        for bucket in buckets:
+            bucket.device = device
+        return buckets
 
     def _cut(self, items: Sequence[Item]) -> list[Bucket]:
-        """As :meth:`cut`, remembered for as long as the items are in the same places."""
-        key = [
-            (item.how, part.data_ptr(), part.dtype, part.device, part.shape, part.stride())
+        """Buckets for these items, remembered for as long as they are the same and in the same places."""
+        tensors = [item.tensor for item in items]
+        places = [
+            (part.data_ptr(), part.shape, item.how)
             for item in items
             for part in [getattr(item.tensor, "_local_tensor", item.tensor)]
         ]
-        if key != self._key:
-            self._buckets, self._key = self.cut(items), key
+        known, where = self._remembered
+        if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)) or where != places:
+            self._buckets = cut(items, self._slots.bytes, self.reduce_dtype)
+            self._remembered = (tensors, places)
         return self._buckets
 
 
@@ -116,12 +148,16 @@ def _fill(bucket: Bucket, flat: Tensor, shares: Shares) -> None:
         if not shares.is_first:
             flat.zero_()
             return
-        torch._foreach_copy_(bucket.views(flat), bucket.pieces)
+        bucket.pack(flat)
     elif shares.factor == 0:
         flat.zero_()  # not multiplied: a rank that does not count may hold numbers that are not finite
     else:
-        torch._foreach_copy_(bucket.views(flat), bucket.pieces)
-        if shares.divisor is not None:
-            flat.div_(shares.divisor)
+        source = flat
+        if len(bucket.pieces) == 1 and bucket.pieces[0].device == flat.device and bucket.pieces[0].dim() == 1:
+            source = bucket.pieces[0]  # copied and scaled in one pass over memory
         else:
-            flat.mul_(shares.factor)
+            bucket.pack(flat)
+        if shares.divisor is not None:
+            torch.div(source, shares.divisor, out=flat)
+        else:
+            torch.mul(source, shares.factor, out=flat)

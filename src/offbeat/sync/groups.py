@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.sync.quiet import quiet_new_threads
+
 __all__ = [
     "blocks",
     "is_member",
@@ -63,7 +65,8 @@ def _new(ranks: Sequence[int], like: Any = None) -> Any:
 
 def twin(group: Any) -> Any:
     """Another group of the same ranks: a thread's collectives must not mix with the program's."""
-    return _new(members(group), group)
+    with quiet_new_threads("gloo"):
+        return _new(members(group), group)
 
 
 def blocks(group: Any, size: int) -> Any:

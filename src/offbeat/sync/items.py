@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["FIRST", "MEAN", "Item", "describe", "digest", "local_part"]
+__all__ = ["FIRST", "MEAN", "Digest", "Item", "describe", "local_part"]
 
 #: Every rank gets the weighted mean.
 MEAN = "mean"
@@ -18,8 +17,7 @@ MEAN = "mean"
 FIRST = "first"
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(NamedTuple):
     """One tensor to exchange.
 
     Attributes:
@@ -73,8 +71,22 @@ def _row_major(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def digest(items: Sequence[Item]) -> tuple[int, int]:
-    """128 bits that differ if the items of two ranks differ in anything they must have in common."""
+class Digest:
+    """128 bits that differ if the items of two ranks differ in anything they must have in common; remembered."""
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._bits = (0, 0)
+
+    def of(self, items: Sequence[Item]) -> tuple[int, int]:
+        """The bits for these items."""
+        key = [(item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.stride()) for item in items]
+        if key != self._key:
+            self._key, self._bits = key, _digest(items)
+        return self._bits
+
+
+def _digest(items: Sequence[Item]) -> tuple[int, int]:
     hashed: Any = hashlib.sha256()
     for name, form in describe(items):
         hashed.update(f"{name}\0{form}\0".encode())

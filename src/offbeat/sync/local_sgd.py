@@ -68,7 +68,8 @@ class LocalSGD(OptimizerWrapper, Joinable):
         comm_hook: reduces DDP's gradients, called as ``comm_hook(group, bucket)``; torch's ``fp16_compress_hook`` is
             one.
         bucket_mb: how much memory an average may take.
-        reduce_dtype: for parameters to travel in; None is their own.
+        reduce_dtype: for parameters to travel in if it is wider than their own: ``torch.float32`` adds up the
+            bfloat16 parameters of many ranks without losing digits.
         snapshot: where the copy of a delayed average lies: ``"device"`` or ``"cpu"``.
         undo: where parameters' values wait until an average has succeeded: ``"disk"``, ``"memory"``, ``"off"``, or
             ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.

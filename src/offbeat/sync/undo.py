@@ -11,7 +11,6 @@ import ctypes
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ UNDO = ("auto", "disk", "memory", "off")
 
 
 class Undo:
-    """A record of overwritten pieces.
+    """A record of flat tensors.
 
     Args:
         where: ``"disk"``, ``"memory"`` (the host's), ``"auto"`` (disk for CPU tensors, memory for others), ``"off"``.
@@ -34,64 +33,66 @@ class Undo:
             raise ValueError(f"undo must be one of {', '.join(map(repr, UNDO))}, but got {where!r}")
         self.where = where
         self._file: Any = None
-        self._records: list[tuple[Tensor, Tensor | int]] = []
+        self._records: list[Tensor | int] = []
 
-    def keep(self, pieces: Sequence[Tensor]) -> None:
-        """Remember what these hold now."""
-        if self.where == "off":
-            return
-        for piece in pieces:
-            on_disk = piece.device.type == "cpu" and self.where != "memory"
-            saved: Tensor | int | None = self._write(piece) if on_disk else None
-            if saved is None:
-                saved = torch.empty(piece.shape, dtype=piece.dtype, device="cpu").copy_(piece)
-            self._records.append((piece, saved))
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is recorded."""
+        return self.where != "off"
 
-    def restore(self) -> None:
-        """Bring everything back."""
-        for piece, saved in reversed(self._records):
-            if isinstance(saved, int):
-                was = torch.empty(piece.shape, dtype=piece.dtype)
-                _read(self._file.fileno(), _memory(was), saved)
-                piece.copy_(was)
-            else:
-                piece.copy_(saved)
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def keep(self, flat: Tensor) -> None:
+        """Record a contiguous tensor."""
+        on_disk = self.where == "disk" or (self.where == "auto" and flat.device.type == "cpu")
+        saved: Tensor | int | None = self._write(flat) if on_disk else None
+        self._records.append(flat.to("cpu", copy=True) if saved is None else saved)
+
+    def recall(self, index: int, into: Tensor) -> None:
+        """Read a record."""
+        saved = self._records[index]
+        if isinstance(saved, Tensor):
+            into.copy_(saved)
+        else:
+            was = torch.empty(into.shape, dtype=into.dtype)
+            _read(self._file.fileno(), _memory(was), saved)
+            into.copy_(was)
 
     def clear(self) -> None:
         """Forget; the file's pages are given back, so what lived for one sync hardly ever reaches a disk."""
-        self._records = []
-        if self._file is not None:
+        if self._records and self._file is not None:
             try:
                 self._file.truncate(0)
                 self._file.seek(0)
             except OSError:
                 self._file = None
+        self._records = []
 
-    def _write(self, piece: Tensor) -> int | None:
+    def _write(self, flat: Tensor) -> int | None:
         """Append to the file; returns where, or None if it cannot be written."""
-        if self.where == "memory":
-            return None
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-            start = int(self._file.seek(0, os.SEEK_END))
-            dense = piece.contiguous()
-            left = _memory(dense)
+            start = int(self._file.tell())
+            flat = flat.cpu()
+            left = _memory(flat)
             while left:
                 left = left[self._file.write(left) :]
             return start
         except OSError as error:
             # Raising here would leave other ranks waiting in the next collective.
-            self.where = "memory" if self.where == "auto" else self.where
+            self.where = "memory"
             warnings.warn(
                 f"what parameters were before a sync cannot be written to {tempfile.gettempdir()} ({error}) and is "
-                "kept in memory instead; give undo='memory' to do so always, or undo='off'",
+                "kept in memory from now on; give undo='memory' to do so always, or undo='off'",
                 stacklevel=2,
             )
             return None
 
 
 def _memory(tensor: Tensor) -> memoryview:
+    """A tensor's bytes; the tensor must outlive them."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 

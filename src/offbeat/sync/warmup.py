@@ -18,9 +18,14 @@ __all__ = ["check_warmup", "hook_state", "note_hook"]
 #: By parameter, a weak reference to the state of the hook that reduces its gradients.
 _states: Any = WeakIdKeyDictionary()
 
+#: How often a hook has been noted: what was not found before need not be looked for again.
+_noted = 0
+
 
 def note_hook(state: Any, params: Iterable[Tensor]) -> None:
     """A hook with this state reduces gradients of these parameters."""
+    global _noted
+    _noted += 1
     me = weakref.ref(state)
     for p in params:
         _states[p] = me
@@ -37,11 +42,17 @@ def hook_state(params: Iterable[Any]) -> Any:
     return None
 
 
-def check_warmup(averager: Any, params: Iterable[Any]) -> None:
-    """Raise if the hook and the averager do not warm up for the same steps."""
+def check_warmup(averager: Any, params: Iterable[Any], looked: int) -> int:
+    """Raise if the hook and the averager do not warm up for the same steps.
+
+    Args:
+        looked: what this returned the last time, 0 at first.
+    """
+    if looked == _noted:
+        return looked
     state = hook_state(params)
     if state is None:
-        return
+        return _noted
     if state.start_localSGD_iter != averager.warmup_steps:
         raise ValueError(
             f"the gradient hook leaves warm-up after {state.start_localSGD_iter} steps (start_localSGD_iter) and the "
@@ -54,3 +65,4 @@ def check_warmup(averager: Any, params: Iterable[Any]) -> None:
             "the hook would leave warm-up first and nothing would be averaged in between; accumulate gradients under "
             "no_sync(), call average_parameters() at every step, or use offbeat.LocalSGD, which has one counter"
         )
+    return 0

@@ -1,0 +1,131 @@
+"""Averaging replicas over a slow link: what it costs a step.
+
+    python -m benchmarks.sync link
+
+Two ranks, one thread each, in network namespaces joined at 1 Gbit/s. Arms take turns in the same processes, in rounds of
+some periods each; the order changes from round to round.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+import offbeat
+from benchmarks.link import hosts, sent_bytes
+from benchmarks.overlap_link import ENVIRONMENT
+
+__all__ = ["ARMS", "EVERY", "MODELS", "link"]
+
+EVERY = 8
+#: Layers, width, rows of a batch.
+MODELS = {"8.4 M": (16, 724, 64), "50 M": (12, 2048, 48)}
+ARMS = ("never", "torch blocking", "offbeat blocking", "offbeat in the background")
+
+
+class Arm:
+    """One way to train, with a model of its own."""
+
+    def __init__(self, name: str, layers: int, width: int, rows: int) -> None:
+        torch.manual_seed(0)
+        body = [part for _ in range(layers) for part in (nn.Linear(width, width, bias=False), nn.Tanh())]
+        self.model = nn.Sequential(*body)
+        self.x = torch.randn(rows, width)
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+        if name == "torch blocking":
+            self.optimizer = PostLocalSGDOptimizer(self.optimizer, PeriodicModelAverager(EVERY))
+        elif name != "never":
+            delay = EVERY - 1 if name.endswith("background") else 0
+            self.optimizer = offbeat.LocalSGD(self.optimizer, self.model, EVERY, subgroup=None, delay=delay)
+
+    def step(self) -> float:
+        start = time.perf_counter()
+        self.model(self.x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    @property
+    def counted(self) -> int:
+        """Bytes the library says it has sent."""
+        return getattr(self.optimizer, "bytes_sent", 0) if isinstance(self.optimizer, offbeat.LocalSGD) else 0
+
+
+def worker(
+    rank: int, address: str, interface: str, layers: int, width: int, rows: int, rounds: int, periods: int
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:29512", rank=rank, world_size=2)
+    arms = {name: Arm(name, layers, width, rows) for name in ARMS}
+    for arm in arms.values():
+        for _ in range(EVERY):
+            arm.step()
+    times: dict[str, list[list[float]]] = {name: [] for name in ARMS}
+    sent: dict[str, list[int]] = {name: [0, 0] for name in ARMS}
+    for turn in range(rounds):
+        for name in ARMS[turn % len(ARMS) :] + ARMS[: turn % len(ARMS)]:
+            arm = arms[name]
+            dist.barrier()
+            before, counted = sent_bytes(interface), arm.counted
+            # Every arm begins a round with the step that averages, so that what it launches has landed at its end.
+            times[name].append([1e3 * arm.step() for _ in range(EVERY * periods)])
+            sent[name][0] += sent_bytes(interface) - before
+            sent[name][1] += arm.counted - counted
+    if rank == 0:
+        print(json.dumps({name: _summary(times[name], sent[name], periods) for name in ARMS}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _summary(rounds: list[list[float]], sent: list[int], periods: int) -> dict[str, float]:
+    steps = [step for one in rounds for step in one]
+    means = [statistics.mean(one) for one in rounds]
+    return {
+        "mean": statistics.median(means),
+        "median": statistics.median(steps),
+        # The slowest step of a round, the median over rounds: one hiccup of a shared machine is not the library's.
+        "worst": statistics.median(max(one) for one in rounds),
+        "slowest": max(steps),
+        "steps": len(steps),
+        "interface_mb": sent[0] / len(steps) / 1e6,
+        "counted_mb": sent[1] / len(steps) / 1e6,
+    }
+
+
+def link(rate: str = "1gbit", rounds: int = 12, periods: int = 3) -> dict[str, Any]:
+    """Milliseconds a step and bytes of each arm, for each model."""
+    results = {}
+    for name, (layers, width, rows) in MODELS.items():
+        with hosts(rate) as ends:
+            processes = []
+            for rank, host in enumerate(ends):
+                words = [sys.executable, "-m", "benchmarks.sync_link", str(rank), ends[0].address, host.interface]
+                words += [str(number) for number in (layers, width, rows, rounds, periods)]
+                environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface}
+                environment["LOCAL_WORLD_SIZE"] = "1"
+                processes.append(
+                    subprocess.Popen(host.command(*words), env=environment, stdout=subprocess.PIPE, text=True)
+                )
+            try:
+                answer = processes[0].communicate(timeout=1800)[0]
+                processes[1].communicate(timeout=60)
+            finally:
+                for process in processes:
+                    process.kill()
+        results[name] = json.loads(answer.strip().splitlines()[-1])
+    return results
+
+
+if __name__ == "__main__":
+    worker(int(sys.argv[1]), sys.argv[2], sys.argv[3], *map(int, sys.argv[4:9]))
