@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -379,6 +380,20 @@ def nodes(rank, world):
             os.environ["LOCAL_RANK"] = str(rank if rank < 3 else 0)
             found = node_group(dist.group.WORLD)
             assert found is None if rank == 3 else dist.get_process_group_ranks(found) == [0, 1, 2]
+    from offbeat.sync.groups import _timeout, blocks, twin
+
+    # Whatever groups each rank has: torch's own way would wait for ever if these are not equally many.
+    dist.new_group([0])
+    for group in (twin(dist.group.WORLD, dist.group.WORLD), blocks(dist.group.WORLD, 1)):
+        assert _timeout(group) == _timeout(dist.group.WORLD) == timedelta(seconds=60)
+    if world == 4:
+        group = dist.new_group([0, 1, 2])
+        if rank < 3:
+            with pytest.raises(RuntimeError, match=r"of ranks \[0, 1, 2\] is needed"):
+                twin(group, group)
+        some, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+        if rank in (1, 2):  # ranks outside know nothing of it
+            twin(some, some)
     with nodes_of(1 if rank == 0 else None), pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is set for some"):
         node_group(dist.group.WORLD)
     with nodes_of(None):

@@ -24,6 +24,7 @@ class Averaging:
 
     Args:
         groups: one for each level.
+        within: all ranks that are averaged, which call this together.
         delay: after how many steps an average lands; 0 is at once.
         weighted: ranks count by what they have :meth:`see`-n.
 
@@ -35,6 +36,7 @@ class Averaging:
         self,
         contents: Contents,
         groups: Sequence[Any],
+        within: Any,
         exchange: Exchange,
         *,
         delay: int = 0,
@@ -46,7 +48,7 @@ class Averaging:
         self._delay = delay
         self._weighted = weighted
         # A thread's collectives need groups that nobody else uses.
-        self._groups = [twin(group) if delay else group for group in groups]
+        self._groups = [twin(group, within) if delay else group for group in groups]
         self._snapshot = Snapshot(snapshot)
         self._flight: Flight | None = None
         self._launched, self._weight_on_board = 0, 0.0

@@ -119,12 +119,15 @@ def _flat(part: Tensor) -> Tensor | None:
 
 
 class Slots:
-    """The memory buckets travel in: three parts, of which two may be on their way while the third is worked on."""
+    """The memory buckets travel in: three parts, of which two may be on their way while the third is worked on.
+
+    A fourth is left to the backend: gloo takes half as much as is on its way for itself.
+    """
 
     COUNT = 3
 
     def __init__(self, bucket_bytes: int) -> None:
-        self.bytes = max(_ALIGN, bucket_bytes // self.COUNT // _ALIGN * _ALIGN)
+        self.bytes = max(_ALIGN, bucket_bytes // (self.COUNT + 1) // _ALIGN * _ALIGN)
         self._memory: dict[torch.device, list[Tensor]] = {}
 
     def get(self, index: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -145,4 +148,4 @@ def check_bucket_mb(bucket_mb: float) -> int:
     """Bytes of a bucket, or an error."""
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, but got {bucket_mb!r}")
-    return max(Slots.COUNT * _ALIGN, int(bucket_mb * 2**20))
+    return max((Slots.COUNT + 1) * _ALIGN, int(bucket_mb * 2**20))

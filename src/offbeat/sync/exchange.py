@@ -22,9 +22,6 @@ from offbeat.sync.undo import Undo
 
 __all__ = ["Exchange"]
 
-#: In the background, larger pieces would push the training's data out of the caches.
-_IN_BACKGROUND = 8 * 2**20
-
 
 class Exchange:
     """Reduces items in place, in bounded memory.
@@ -122,7 +119,7 @@ class Exchange:
 
     def cut_for_background(self, item: Item, device: torch.device) -> list[Bucket]:
         """Buckets for one large flat item that travels on a device."""
-        buckets = cut([item], min(self._slots.bytes, _IN_BACKGROUND), self.reduce_dtype)
+        buckets = cut([item], self._slots.bytes, self.reduce_dtype)
         for bucket in buckets:
             bucket.device = device
         return buckets

@@ -55,18 +55,51 @@ def meeting_device(group: Any) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def _new(ranks: Sequence[int], like: Any = None) -> Any:
-    """A new group of these ranks, who alone call this."""
-    backend = None
-    if like is not None and dist.get_backend_config(like) != dist.get_backend_config():
-        backend = dist.get_backend_config(like)
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+def _new(ranks: Sequence[int], within: Any) -> Any:
+    """A new group of these ranks, with the backend and the patience of the one they are within.
+
+    All ranks of ``within`` call this at the same time, each with the group it wants to be in.
+    """
+    everyone = members(within)
+    found: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(found, (tuple(ranks), len(dist.distributed_c10d._world.pg_names)), group=within)
+    same = dist.get_backend_config(within) == dist.get_backend_config()
+    options = {"timeout": _timeout(within), "backend": None if same else dist.get_backend_config(within)}
+    if len(everyone) == dist.get_world_size():
+        mine = None
+        for wanted in sorted({wanted for wanted, _ in found}):
+            group = dist.new_group(list(wanted), **options)
+            mine = group if wanted == tuple(ranks) else mine
+        return mine
+    # Ranks outside do not call this, so that torch makes the group's name from its ranks and from how many groups
+    # there are: if members have different numbers of groups they would wait for each other under different names.
+    counts = {count for wanted, count in found if wanted == tuple(ranks)}
+    if len(counts) > 1:
+        raise RuntimeError(
+            f"a process group of ranks {list(ranks)} is needed, but torch can make one without the other ranks only if "
+            f"its members have as many groups as each other, and they have {sorted(counts)}; make process groups with "
+            "calls that all ranks share, such as dist.new_subgroups or init_device_mesh"
+        )
+    return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
-def twin(group: Any) -> Any:
-    """Another group of the same ranks: a thread's collectives must not mix with the program's."""
+def _timeout(group: Any) -> Any:
+    """How long a group waits; torch would give a new one its default of half an hour."""
+    for device in getattr(group, "_device_types", []):
+        found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if found is not None:
+            return found
+    return None
+
+
+def twin(group: Any, within: Any) -> Any:
+    """Another group of the same ranks: a thread's collectives must not mix with the program's.
+
+    Args:
+        within: the ranks that call this together, each with a group of its own or the same.
+    """
     with quiet_new_threads("gloo"):
-        return _new(members(group), group)
+        return _new(members(group), within)
 
 
 def blocks(group: Any, size: int) -> Any:
@@ -75,7 +108,7 @@ def blocks(group: Any, size: int) -> Any:
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(ranks) % size:
         raise ValueError(f"a group of {len(ranks)} ranks cannot be cut into blocks of {size!r}; give a divisor of it")
     if size == len(ranks):
-        return group
+        return group  # on every rank
     start = ranks.index(dist.get_rank()) // size * size
     return _new(ranks[start : start + size], group)
 
@@ -114,15 +147,16 @@ def node_group(group: Any) -> Any:
         )
     mine = found[ranks.index(me)]
     together = [rank for rank, node in zip(ranks, found, strict=True) if node == mine]
-    if len(together) == len(ranks) > 1:
-        if mine[0] == "host":
+    if len(together) == len(ranks):
+        if mine[0] == "host" or len(ranks) == 1:
             return None
         warnings.warn(
             "all ranks are on one node, so gradients are averaged over all of them at every step and averaging "
             "parameters changes nothing; give subgroup=None (or one of your own) to have ranks train by themselves",
             stacklevel=4,
         )
-    return _new(together, group) if len(together) > 1 else None
+    node = _new(together, group)
+    return node if len(together) > 1 else None
 
 
 def _node(me: int) -> tuple[str, Any]:

@@ -128,7 +128,8 @@ class LocalSGD(OptimizerWrapper, Joinable):
         module = getattr(module, "_orig_mod", module)  # torch.compile's
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
-        self._group = replica_group(params, whole()) if sharded and group is None else whole(group)
+        within = whole(group)
+        self._group = replica_group(params, within) if sharded and group is None else within
         self._subgroup = _find_subgroup(subgroup, self._group, sharded)
         levels = make_levels(every, self._group, mesh)
         self._schedule = Schedule([level.period for level in levels], warmup)
@@ -136,6 +137,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._averaging = Averaging(
             self._contents,
             [level.group for level in levels],
+            within,
             exchange,
             delay=delay,
             weighted=weighted,

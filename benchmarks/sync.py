@@ -1,0 +1,92 @@
+"""Averaging replicas, measured.
+
+    python -m benchmarks.sync link     # over 1 Gbit/s on the CPU: time a step, bytes (root and iproute2)
+    python -m benchmarks.sync memory   # how much more memory a sync takes
+
+``--save`` writes benchmarks/results/sync-*.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def link_report(result: dict[str, Any]) -> list[str]:
+    from benchmarks.sync_link import ARMS, EVERY
+
+    lines = []
+    for model, launches in result.items():
+        lines += [
+            f"## {model} parameters, every {EVERY} steps, {len(launches)} launches",
+            "",
+            "| | mean ms a step | against never | worst step, of the mean | MB a step, on the interface | counted |",
+            "|---|---|---|---|---|---|",
+        ]
+        for arm in ARMS:
+            rows = [one[arm] for one in launches]
+            means = [row["mean"] for row in rows]
+            ratios = sorted(one[arm]["mean"] / one["never"]["mean"] for one in launches)
+            worst = [row["worst"] / row["mean"] for row in rows]
+            counted = rows[0]["counted_mb"]
+            lines.append(
+                f"| {arm} | {statistics.median(means):.1f} | {statistics.median(ratios):.2f} "
+                f"({ratios[0]:.2f} to {ratios[-1]:.2f}) | {statistics.median(worst):.1f} | "
+                f"{rows[0]['interface_mb']:.2f} | {f'{counted:.2f}' if counted else ''} |"
+            )
+        lines.append("")
+    lines += [
+        "A launch's mean is the median over its rounds, its worst step the median of the rounds' slowest. Arms take "
+        "turns. Each rank has one thread on a machine of two cores, so that training, sending and the network share them."
+    ]
+    return lines
+
+
+def memory_report(result: dict[str, Any]) -> list[str]:
+    from benchmarks.sync_memory import BUCKET_MB
+
+    size = next(iter(result.values()))["parameters_mb"]
+    lines = [f"Parameters take {size:.0f} MB; `bucket_mb={BUCKET_MB}`.", "", "| | extra MB at the peak |", "|---|---|"]
+    lines += [f"| {arm} | {row['extra_mb']:.0f} |" for arm, row in result.items()]
+    return [*lines, "", "As the kernel counts it, buffers that gloo makes for itself included."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("link", "memory"))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--launches", type=int)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    machine = describe_machine("python -m benchmarks.sync " + " ".join(sys.argv[1:]))
+    if options.what == "link":
+        from benchmarks.sync_link import link
+
+        given = {key: value for key in ("rounds", "launches") if (value := getattr(options, key)) is not None}
+        result = link(**given)
+        lines, title = link_report(result), "Averaging over a link of 1 Gbit/s, two ranks with one thread each"
+    else:
+        from benchmarks.sync_memory import memory
+
+        result = memory()
+        lines, title = memory_report(result), "Memory of averaging, two ranks on the CPU"
+    text = "\n".join([f"# {title}", "", *(f"- {key}: {value}" for key, value in machine.items()), "", *lines])
+    print("\n" + text)
+    if options.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"sync-{options.what}.md").write_text(text.rstrip() + "\n")
+        (RESULTS / f"sync-{options.what}.json").write_text(
+            json.dumps({"machine": machine, "result": result}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

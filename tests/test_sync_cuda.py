@@ -1,0 +1,147 @@
+"""Averaging on a GPU: two ranks share one through gloo, which copies for itself; NCCL alone where there is one rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.ranks,
+    pytest.mark.xdist_group("cuda"),
+]
+
+
+def model_on(device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 3)).to(device)
+
+
+def train(device: str, rank: int, options: dict[str, Any], wrap: Any, steps: int = 14) -> list[torch.Tensor]:
+    model = model_on(device)
+    module = wrap(model)
+    inner = offbeat.AdamW(model.parameters(), lr=0.01)
+    if options.pop("overlap", False):
+        offbeat.overlap(inner, module)
+    local = offbeat.LocalSGD(inner, module, subgroup=None, **options)
+    addresses = [p.data_ptr() for p in model.parameters()]
+    history = []
+    for step in range(steps):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+        module(x).square().mean().backward()
+        local.step()
+        local.zero_grad()
+        history.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    local.finish()
+    return history
+
+
+CASES: list[dict[str, Any]] = [
+    {"every": 4, "warmup": 3},
+    {"every": 4, "warmup": 3, "bucket_mb": 0.1},
+    {"every": 4, "warmup": 3, "bucket_mb": 0.1, "undo": "disk"},
+    {"every": 4, "warmup": 3, "delay": 3},
+    {"every": 4, "warmup": 3, "delay": 3, "bucket_mb": 0.1},
+    {"every": 4, "warmup": 3, "delay": 3, "snapshot": "cpu", "bucket_mb": 0.1},
+    {"every": 4, "warmup": 3, "overlap": True},
+    {"every": 4, "warmup": 3, "delay": 2, "overlap": True},
+]
+
+
+def all_cases(rank: int, world: int) -> list[Any]:
+    return [[train(device, rank, dict(case), DistributedDataParallel) for device in ("cuda", "cpu")] for case in CASES]
+
+
+def test_the_same_as_on_the_cpu():
+    ranks = run_ranks(all_cases, 2, seconds=180)
+    for results in ranks:
+        for case, (gpu, cpu) in zip(CASES, results, strict=True):
+            for step, (a, b) in enumerate(zip(gpu, cpu, strict=True)):
+                torch.testing.assert_close(a, b, rtol=1e-3, atol=2e-4, msg=lambda m, s=step, c=case: f"{c} {s}: {m}")
+    for first, second in zip(*ranks, strict=True):
+        for step in (0, 1, 2, 3):
+            if step < 3:
+                assert torch.equal(first[0][0][step], second[0][0][step])
+
+
+def failing(rank: int, world: int) -> bool:
+    """What was overwritten comes back from host memory."""
+    model = model_on("cuda")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)
+    before = [p.detach().clone() for p in model.parameters()]
+    local = offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.0), model, subgroup=None, bucket_mb=0.05)
+    real, calls = dist.all_reduce, [0]
+
+    def all_reduce(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError("gone")
+        return real(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        with pytest.raises(RuntimeError, match="gone"):
+            local.step()
+    finally:
+        dist.all_reduce = real
+    dist.barrier()
+    return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_a_failed_sync_changes_nothing():
+    assert run_ranks(failing, 2) == [True, True]
+
+
+def test_nccl_of_one_rank(tmp_path):
+    if not dist.is_nccl_available():
+        pytest.skip("no NCCL")
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        for options in ({"every": 2}, {"every": 2, "delay": 1}):
+            train("cuda", 0, dict(options), DistributedDataParallel, steps=5)
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE")
+        dist.destroy_process_group()
+
+
+def test_nccl_reduces_what_the_exchange_gives_it(tmp_path):
+    """One rank cannot average, but its buckets can go through NCCL: at once and through a thread and a stream."""
+    from offbeat.sync.agreement import Shares
+    from offbeat.sync.background import Flight, Snapshot
+    from offbeat.sync.exchange import Exchange
+    from offbeat.sync.items import Item
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        tensors = [torch.randn(1000, 100, device="cuda"), torch.randn(77, device="cuda").half()]
+        before = [t.clone() for t in tensors]
+        items = [Item(str(i), t) for i, t in enumerate(tensors)]
+        exchange = Exchange(100_000)
+        half = Shares(0.5, 2, True)  # as if there were another rank, with zeros
+        exchange.average(items, dist.group.WORLD, half)
+        for t, b in zip(tensors, before, strict=True):
+            torch.testing.assert_close(t, b / 2)
+        for place in (None, torch.device("cpu")):
+            for t, b in zip(tensors, before, strict=True):
+                t.copy_(b)
+            flight = Flight(items, Snapshot(place), exchange, dist.group.WORLD, lambda: half)
+            for t in tensors:
+                t.add_(1.0)  # training goes on
+            flight.land(items)
+            for t, b in zip(tensors, before, strict=True):
+                torch.testing.assert_close(t, b / 2 + 1, rtol=2e-3, atol=2e-3)
+    finally:
+        dist.destroy_process_group()
