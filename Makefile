@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help demo test lint types imports unit bench docs clean
+.PHONY: help demo test lint types imports unit bench convergence docs clean
 
 help:
 	@echo "make demo   several processes train a small model together and show what they gained"
 	@echo "make test   lint, types, direction of imports, all tests"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
+	@echo "make convergence  training loss of replicas that average now and then, against DDP (20 minutes)"
 
 # torch comes first and pinned: asked for by another package it would be whichever build is newest.
 $(VENV)/ready: pyproject.toml constraints.txt
@@ -39,7 +40,12 @@ unit: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/step.py --save
-	$(BIN)/python -m benchmarks.overlap link --save  # needs root and iproute2
+	$(BIN)/python -m benchmarks.sync memory --save
+	$(BIN)/python -m benchmarks.overlap link --save  # these two need root and iproute2
+	$(BIN)/python -m benchmarks.sync link --save
+
+convergence: $(VENV)/ready
+	$(BIN)/python -m benchmarks.convergence --save
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

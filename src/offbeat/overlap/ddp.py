@@ -77,7 +77,7 @@ class DdpSource:
 
     def reduce_with(self, hook: Any) -> None:
         """Have buckets reduced by this communication hook, which gives all ranks of a bucket's group the same."""
-        if self._hook.inner is not None:
+        if self._hook.inner is not None and self._hook.inner is not hook:
             raise ValueError(
                 "overlap() was given a communication hook, and a bucket can be reduced only once; give it as "
                 "LocalSGD(..., comm_hook=) instead"

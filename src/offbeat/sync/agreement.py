@@ -117,7 +117,9 @@ def check_same_values(items: Sequence[Item], group: Any) -> None:
         sums.append((item.name, int(part.view(-1).view(kinds[part.itemsize]).sum(dtype=torch.int64))))
     lists: list[Any] = [None] * len(ranks)
     dist.all_gather_object(lists, sums, group=group)
-    for rows in zip(*lists, strict=False):
+    if len({tuple(name for name, _ in rows) for rows in lists}) > 1:
+        _name_difference(group, ranks, items)
+    for rows in zip(*lists, strict=True):
         if len(set(rows)) > 1:
             other = [rank for rank, row in zip(ranks, rows, strict=True) if row != rows[0]]
             raise Disagreement(

@@ -13,7 +13,7 @@ from offbeat.sync.agreement import Shares, agree
 from offbeat.sync.background import Flight, Snapshot
 from offbeat.sync.contents import Contents
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.groups import twin
+from offbeat.sync.groups import meeting_device, twin
 from offbeat.sync.items import Item, local_part
 
 __all__ = ["Averaging"]
@@ -120,26 +120,29 @@ class Averaging:
 
     def land(self) -> None:
         """Apply the average that is under way, if any. If it failed nothing is applied, and its error is raised."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return
         items = {item.name: item for item in self._contents.items()}
         try:
             flight.wait()
-            flight.land([items[name] for name in flight.names])
         except BaseException:
-            self._seen = [value + self._weight_on_board for value in self._seen]
+            if flight.is_over:  # and not, say, the program interrupted while it waited
+                self._flight = None
+                self._seen = [value + self._weight_on_board for value in self._seen]
             raise
+        self._flight = None
+        flight.land([items[name] for name in flight.names])
         self._contents.reset_state()
 
     def abandon(self) -> None:
         """Let the average that is under way end, and forget it."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
+        if self._flight is not None:
             try:
-                flight.wait()
-            except BaseException as error:
+                self._flight.wait()
+            except Exception as error:
                 warnings.warn(f"the average that was under way failed, and is dropped: {error}", stacklevel=4)
+            self._flight = None
 
     def _launch(self, step: int, level: int) -> None:
         group = self._groups[level]
@@ -189,6 +192,13 @@ class Averaging:
         self._contents.mark_averaged()
         for lower in range(level + 1):
             self._seen[lower], self._moved[lower] = 0.0, False
+
+    def latest(self, step: int, level: int) -> int:
+        """The largest of the steps that ranks of a level have made."""
+        group = self._groups[level]
+        number = torch.tensor([step], dtype=torch.int64, device=meeting_device(group))
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
+        return int(number)
 
     def state_dict(self) -> dict[str, Any]:
         """Weights, and the average that is under way: waited for, and not applied."""

@@ -133,6 +133,11 @@ class Flight:
         flight._snapshot, flight._error, flight._thread, flight._streams = snapshot, None, None, {}
         return flight
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it has been reduced, or has failed."""
+        return self._thread is None
+
     def wait(self) -> None:
         """Until everything is reduced; raises what went wrong."""
         if self._thread is not None:

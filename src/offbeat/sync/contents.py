@@ -39,19 +39,19 @@ class Contents:
         self._state, self._buffers = state, buffers
         self._ever: Any = WeakIdKeyDictionary()
         self._digest = Digest()
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[Tensor, str]] = {}
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by name: the module's, or the place in the optimizer's groups."""
-        params = self._all()
-        if any(id(p) not in self._names for p in params):
+        nobody = (None, "")
+        if any(self._names.get(id(p), nobody)[0] is not p for p in self._all()):
             named = self._module.named_parameters(remove_duplicate=False)
-            self._names = {id(p): "" for p in params} | {id(p): name for name, p in named}
+            self._names = {id(p): (p, "") for p in self._all()} | {id(p): (p, name) for name, p in named}
         names, found = self._names, {}
         for i, group in enumerate(self.optimizer.param_groups):
             for j, p in enumerate(group["params"]):
                 if p.requires_grad or p in self._ever:
-                    found[names[id(p)] or f"parameter {j} of group {i}"] = p
+                    found[names[id(p)][1] or f"parameter {j} of group {i}"] = p
         return found
 
     def items(self) -> list[Item]:

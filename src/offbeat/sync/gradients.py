@@ -37,18 +37,18 @@ def mean_of_bucket(group: Any, bucket: Any) -> Future[Any]:
     return reduced
 
 
-def bucket_hook(group_now: Callable[[], Any], comm_hook: Any = None) -> Any:
+def bucket_hook(group_now: Callable[[], Any], reduce: Callable[[Any, Any], Any]) -> Any:
     """A DDP communication hook that asks for its group at every bucket; None leaves the bucket as it is.
 
     Args:
-        comm_hook: called as ``comm_hook(group, bucket)``, as torch's hooks are whose state is a process group.
+        reduce: called as ``reduce(group, bucket)``, as torch's hooks are whose state is a process group.
     """
 
     def local_sgd_hook(state: Any, bucket: Any) -> Future[Any]:
         group = group_now()
         if group is None:
             return as_it_is(bucket)
-        return (comm_hook or mean_of_bucket)(group, bucket)
+        return reduce(group, bucket)  # type: ignore[no-any-return]
 
     local_sgd_hook.__annotations__ = {}  # DDP wants the types themselves or none, and these are their names
     return local_sgd_hook

@@ -146,7 +146,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._top = len(levels) - 1
         self._top_size = dist.get_world_size(levels[-1].group)
         self._gradient_mean: GradientMean | None = None
-        self._gradients_averaged = False
+        self._averaged_gradients: list[int] = []
         self._begun = False
         handle = overlap_of(opt)
         if isinstance(module, DistributedDataParallel):
@@ -186,7 +186,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         Join.notify_join_context(self)
         self._begin()
         loss = self._step_inner(closure)
-        self._gradients_averaged = False
+        self._averaged_gradients = []
         self._averaging.move()
         level = self._schedule.due()
         if level is not None:
@@ -205,18 +205,20 @@ class LocalSGD(OptimizerWrapper, Joinable):
         """This rank has no data left: take part in averages until all ranks are done, then average once more.
 
         A rank counts in the average that follows its last step, and not after that. When this returns all replicas are
-        the same. During warm-up, and for ranks whose node goes on averaging gradients, use
-        ``torch.distributed.algorithms.Join`` with the DDP module and this optimizer instead: their collectives are at
-        every step.
+        the same, and their counters stand at the largest number of steps that any has made. During warm-up, and for
+        ranks whose node goes on averaging gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
+        this optimizer instead: their collectives are at every step.
         """
         self._averaging.land()
         if self._top_size == 1 or not self._schedule.is_local:
             return
+        made = self._schedule.step
         while True:
             level = self._schedule.due()
             if level is not None:
                 done = self._averaging.take_part(self._schedule.step, level, may_be_last=level == self._top)
                 if done and level == self._top:
+                    self._schedule.go_to(self._averaging.latest(made, level))
                     return
                 self._schedule.averaged(level)
             self._schedule.advance()
@@ -224,13 +226,16 @@ class LocalSGD(OptimizerWrapper, Joinable):
     def average_gradients(self) -> None:
         """For modules without DDP: average gradients now, so that what follows (clipping, say) sees averaged ones.
 
-        ``step()`` does so if it has not been done since the last step. Under DDP backward has done it, and nothing
-        happens.
+        ``step()`` does so if it has not been done with these gradients. Under DDP backward has done it, and nothing
+        happens. With a scaler call ``scaler.unscale_(optimizer)`` first.
         """
         group = self.gradient_group()
-        if self._gradient_mean is not None and group is not None and not self._gradients_averaged:
-            self._gradient_mean.average(list(self._contents.params().values()), group)
-            self._gradients_averaged = True
+        if self._gradient_mean is None or group is None:
+            return
+        params = list(self._contents.params().values())
+        if [id(p.grad) for p in params] != self._averaged_gradients:
+            self._gradient_mean.average(params, group)
+            self._averaged_gradients = [id(p.grad) for p in params]
 
     def gradient_group(self) -> Any:
         """Over which ranks gradients of the step that is being made are averaged; None for no others."""
@@ -261,7 +266,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._schedule.load_state_dict({**mine, "step": step or 0})
         self._contents.load_averaged(mine.get("averaged", []))
         self._averaging.load_state_dict(mine)
-        self._gradients_averaged, self._begun = False, True
+        self._averaged_gradients, self._begun = [], True
         self._finish_load()
 
     @property
@@ -318,6 +323,30 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 "the optimizer is overlapped, so gradients of a module without DistributedDataParallel have been used "
                 "when step() would average them; give warmup=0 and subgroup=None, or wrap the module"
             )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the inner optimizer's."""
+        self._averaged_gradients = []
+        super().zero_grad(set_to_none)
+
+    def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """While gradients are averaged the loss is too: who looks at it (LBFGS) must decide the same on every rank."""
+        group = self.gradient_group()
+        if group is None or dist.get_world_size(group) == 1:
+            return closure
+
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._averaged_gradients = []
+            self.average_gradients()
+            value = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+            device = value.device
+            value = value.to(meeting_device(group)) / dist.get_world_size(group)
+            dist.all_reduce(value, group=group)
+            return value.to(device) if isinstance(loss, Tensor) else value.item()
+
+        return averaged
 
     @property
     def _reduces_gradients(self) -> bool:

@@ -85,6 +85,11 @@ class Schedule:
         for lower in range(level + 1):
             self._last[lower] = self.step
 
+    def go_to(self, step: int) -> None:
+        """So many steps have been made, and replicas have been averaged after the last."""
+        self.step = step
+        self._last = [step - 1] * len(self._last)
+
     def advance(self) -> None:
         """The step is over."""
         self.step += 1

