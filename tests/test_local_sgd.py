@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import contextmanager
 from datetime import timedelta
@@ -209,6 +210,33 @@ def any_optimizer(rank, world):
                 write(m, mean)
         torch.testing.assert_close(flat(model), flat(reference[rank]), rtol=1e-10, atol=1e-10)
 
+    # In warm-up closures see averaged gradients and losses, or ranks would search for different lengths.
+    for wrap in (lambda m: m, DistributedDataParallel):
+        model = make()
+        module = wrap(model)
+        local = offbeat.LocalSGD(
+            torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=6, line_search_fn="strong_wolfe"),
+            module,
+            every=3,
+            warmup=3,
+            subgroup=None,
+        )
+        one = make()
+        reference = torch.optim.LBFGS(one.parameters(), lr=0.3, max_iter=6, line_search_fn="strong_wolfe")
+        for step in range(3):
+            value = local.step(closure_of(module, local, step, rank))
+
+            def both(step=step, one=one, reference=reference):
+                reference.zero_grad()
+                mean = (loss(one, batch(step, 0)) + loss(one, batch(step, 1))) / 2
+                mean.backward()
+                return mean
+
+            expected = reference.step(both)
+            torch.testing.assert_close(value.detach(), expected.detach(), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(flat(model), flat(one), rtol=1e-6, atol=1e-7)
+            assert torch.equal(*everyone(flat(model)))
+
     model = make()
     inner = adamw([{"params": model[0].parameters(), "lr": 0.5}])
     local = offbeat.LocalSGD(inner, model, every=2)
@@ -344,6 +372,18 @@ def gradients_of_plain_modules(rank, world):
             optimizer.zero_grad()
         torch.testing.assert_close(flat(model), flat(reference), rtol=1e-12, atol=1e-12)
 
+    # New gradients after averaged ones that were thrown away are averaged too.
+    local.zero_grad()
+    loss(model, batch(9, rank)).backward()
+    local.average_gradients()
+    model.zero_grad()
+    loss(model, batch(10, rank)).backward()
+    mine = [p.grad.clone() for p in model.parameters()]
+    local.average_gradients()
+    local.average_gradients()
+    for p, g in zip(model.parameters(), mine, strict=True):
+        torch.testing.assert_close(p.grad, sum(everyone(g)) / 2, rtol=1e-12, atol=1e-14)
+
     # One parameter is used by rank 1 alone, one by nobody.
     one, two, three = (nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(3))
     holder = nn.ParameterList([one, two, three])
@@ -420,6 +460,19 @@ def communication_hooks(rank, world):
             local.zero_grad()
     with pytest.raises(ValueError, match="another LocalSGD"):
         offbeat.LocalSGD(sgd(model.parameters()), ddp)
+    # When that one is gone DDP averages as it always did, and another may take its place.
+    del local
+    gc.collect()
+    for _ in range(2):
+        loss(ddp, batch(0, rank, torch.float32)).backward()
+        assert torch.equal(*everyone(model[0].weight.grad))
+        ddp.zero_grad()
+        local = offbeat.LocalSGD(sgd(model.parameters()), ddp, every=2, subgroup=None)
+        loss(ddp, batch(0, rank, torch.float32)).backward()
+        assert not torch.equal(*everyone(model[0].weight.grad))
+        ddp.zero_grad()
+        del local
+        gc.collect()
     ddp = DistributedDataParallel(make())
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match=r"has a communication hook already \(allreduce_hook\)"):
@@ -440,22 +493,30 @@ def communication_hooks(rank, world):
 @scenario(2)
 def accumulation(rank, world):
     """Several backward passes a step, in warm-up and after: steps are counted, not passes."""
-    results = []
-    for ours in (True, False):
+    for wrap in (DistributedDataParallel, lambda m: m):
         model = make()
-        ddp = DistributedDataParallel(model)
-        optimizer: Any = sgd(model.parameters())
-        if ours:
-            optimizer = offbeat.LocalSGD(optimizer, ddp, every=2, warmup=3, subgroup=None)
-        for step in range(3):
-            for part in range(3):  # every pass reduced
-                loss(ddp, batch(10 * step + part, rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(flat(model))
-    assert torch.equal(*results)
-    assert torch.equal(*everyone(results[0]))
-    assert optimizer is not None
+        module = wrap(model)
+        local = offbeat.LocalSGD(sgd(model.parameters()), module, every=2, warmup=3, subgroup=None)
+        both = [make(), make()]
+        plain = [sgd(m.parameters()) for m in both]
+        for step in range(8):
+            for part in range(3):
+                loss(module, batch(10 * step + part, rank)).backward()
+                for r, m in enumerate(both):
+                    loss(m, batch(10 * step + part, r)).backward()
+            if step < 3:
+                for p, q in zip(*(m.parameters() for m in both), strict=True):
+                    p.grad = (p.grad + q.grad) / 2
+                    q.grad = p.grad.clone()
+            for optimizer in (local, *plain):
+                optimizer.step()
+                optimizer.zero_grad()
+            if step >= 3 and (step - 3) % 2 == 0:
+                mean = (flat(both[0]) + flat(both[1])) / 2
+                for m in both:
+                    write(m, mean)
+            torch.testing.assert_close(flat(model), flat(both[rank]), rtol=1e-11, atol=1e-12)
+        assert local.steps == 8
 
 
 @pytest.mark.parametrize(("world", "name"), scenario.cases)

@@ -140,7 +140,7 @@ def test_nccl_reduces_what_the_exchange_gives_it(tmp_path):
             flight = Flight(items, Snapshot(place), exchange, dist.group.WORLD, lambda: half)
             for t in tensors:
                 t.add_(1.0)  # training goes on
-            flight.land(items)
+            flight.land({item.name: item for item in items})
             for t, b in zip(tensors, before, strict=True):
                 torch.testing.assert_close(t, b / 2 + 1, rtol=2e-3, atol=2e-3)
     finally:

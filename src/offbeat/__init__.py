@@ -37,6 +37,7 @@ from offbeat.sync import (
     PostLocalSGDOptimizer,
     PostLocalSGDState,
     post_local_sgd_hook,
+    post_localSGD_hook,
 )
 from offbeat.tiers import Choice
 
@@ -73,6 +74,7 @@ __all__ = [
     "as_functional",
     "as_pure",
     "overlap",
+    "post_localSGD_hook",
     "post_local_sgd_hook",
     "register_overlapped",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offbeat.overlap.clipping import MODES
 from offbeat.overlap.registry import is_registered
 
-__all__ = ["check_module", "check_options", "check_parameters", "owners", "refuse_inside_ddp"]
+__all__ = ["averaged_in_step", "check_module", "check_options", "check_parameters", "owners", "refuse_inside_ddp"]
 
 #: By parameter, a weak reference to the handle that overlaps it.
 owners: Any = WeakIdKeyDictionary()
+
+#: By optimizer, a weak reference to the wrapper that averages its gradients just before its step.
+averaged_in_step: Any = weakref.WeakKeyDictionary()
 
 
 def check_options(
@@ -83,6 +87,13 @@ def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> No
             f"{type(optimizer).__name__} wraps another optimizer ({type(inner).__name__}), and overlap() cannot know "
             "what it does around it for a part of the parameters; overlap the inner one, or say how it steps a bucket "
             "with offbeat.register_overlapped"
+        )
+    wrapper = averaged_in_step.get(optimizer, lambda: None)()
+    if wrapper is not None:
+        raise ValueError(
+            f"{type(wrapper).__name__} averages this optimizer's gradients in step(), after overlap() would have used "
+            "them; call overlap() before it, with warmup=0 and subgroup=None, or wrap the module in "
+            "DistributedDataParallel"
         )
     every = [id(p) for group in optimizer.param_groups for p in group["params"]]
     if len(set(every)) < len(every):

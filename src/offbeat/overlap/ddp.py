@@ -41,6 +41,11 @@ def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
             f"this DistributedDataParallel module has a communication hook already ({name}) and can have only one; "
             "do not register it, give it as overlap(..., comm_hook=, comm_state=)"
         )
+    if ours is not None and getattr(ours.inner, "keeps_its_place", False) and comm_hook is not None:
+        raise ValueError(
+            "LocalSGD reduces the gradients of this DistributedDataParallel module; give it the communication hook, as "
+            "LocalSGD(..., comm_hook=)"
+        )
     if ours is not None and ours.sources and comm_hook is not None:
         raise ValueError(
             "another optimizer is overlapped with this DistributedDataParallel module already, and the communication "
@@ -68,7 +73,7 @@ class DdpSource:
             hook = _CommHook(ddp)
             ddp.register_comm_hook(None, hook.registered())  # raises if DDP has a built-in one
             self._hook = _hooks[ddp] = hook
-        if not self._hook.sources:
+        if not self._hook.sources and not getattr(self._hook.inner, "keeps_its_place", False):
             self._hook.inner, self._hook.state = comm_hook, comm_state
         self._hook.add(self)
         if self._hook.inner is not None:  # ranks may get different gradients

@@ -114,7 +114,9 @@ class Scaling:
 
     def answer_for(self, wrapper: Optimizer) -> None:
         """Answer the scaler's question about an optimizer that wraps this one, too."""
-        _Unscale.of(self.scaler).answers[id(wrapper)] = self
+        answers = _Unscale.of(self.scaler).answers
+        answers[id(wrapper)] = self
+        weakref.finalize(wrapper, answers.pop, id(wrapper), None).atexit = False
 
     def answer(self, state: dict[str, Any]) -> None:
         """What ``GradScaler.unscale_`` has to leave behind."""

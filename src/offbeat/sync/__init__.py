@@ -3,7 +3,7 @@
 from offbeat.sync.agreement import Disagreement
 from offbeat.sync.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
 from offbeat.sync.local_sgd import LocalSGD
-from offbeat.sync.post_local import PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook
+from offbeat.sync.post_local import PostLocalSGDOptimizer, PostLocalSGDState, post_local_sgd_hook, post_localSGD_hook
 
 __all__ = [
     "Disagreement",
@@ -13,5 +13,6 @@ __all__ = [
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
+    "post_localSGD_hook",
     "post_local_sgd_hook",
 ]

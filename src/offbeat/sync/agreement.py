@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from offbeat.sync.groups import meeting_device, members
 from offbeat.sync.items import Item, describe, local_part
 
-__all__ = ["Disagreement", "Shares", "agree", "check_same_values"]
+__all__ = ["Disagreement", "Shares", "agree", "check_same_options", "check_same_values", "name_difference"]
 
 
 class Disagreement(RuntimeError):
@@ -30,6 +30,8 @@ class Shares:
         is_first: whether this is the first rank that counts.
         nobody: whether no rank counts.
         all_done: whether all ranks have said that they are done.
+        same_state: whether all ranks have the same optimizer state to average.
+        moved: which ranks have made a step since the last average.
     """
 
     factor: float
@@ -37,41 +39,46 @@ class Shares:
     is_first: bool = False
     nobody: bool = False
     all_done: bool = False
+    same_state: bool = True
+    moved: tuple[bool, ...] = ()
 
     @staticmethod
-    def of(weights: Sequence[float], me: int, all_done: bool = False) -> Shares:
+    def of(weights: Sequence[float], me: int, **more: Any) -> Shares:
         """From every rank's weight."""
         total = sum(weights)
         if total == 0:
-            return Shares(0.0, None, False, True, all_done)
+            return Shares(0.0, None, False, True, **more)
         counting = [w for w in weights if w > 0]
         equal = all(w == counting[0] for w in counting)
         first = next(i for i, w in enumerate(weights) if w > 0)
-        return Shares(weights[me] / total, len(counting) if equal else None, first == me, False, all_done)
+        return Shares(weights[me] / total, len(counting) if equal else None, first == me, False, **more)
 
 
 def agree(
     group: Any,
     step: int,
-    digest: tuple[int, int],
+    digests: Sequence[int],
     weight: float,
     items: Callable[[], Sequence[Item]],
     *,
     done: bool = False,
+    moved: bool = True,
 ) -> Shares:
     """Compare steps and items with all ranks of a group, and learn their weights.
 
     Args:
         step: the step after which the exchange is.
-        digest: of the items.
+        digests: two numbers for what must be the same, and two for optimizer state, which may differ.
         weight: of this rank.
         items: asked for only if ranks differ, to name the difference.
         done: whether this rank has no more data.
+        moved: whether it has made a step since the last average.
     """
     ranks = members(group)
     device = meeting_device(group)
     bits = struct.unpack("<q", struct.pack("<d", weight))[0]
-    mine = torch.tensor([step, *digest, bits, int(done)], dtype=torch.int64, device=device)
+    first, second, *state = (*digests, 0, 0)[:4]
+    mine = torch.tensor([step, first, second, *state, bits, int(done), int(moved)], dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(rows, mine, group=group)
     table = torch.stack(rows).tolist()
@@ -82,12 +89,19 @@ def agree(
             "often (finish() is for a rank that has no data left), and load checkpoints of one step"
         )
     if len({(row[1], row[2]) for row in table}) > 1:
-        _name_difference(group, ranks, items())
-    weights = [struct.unpack("<d", struct.pack("<q", row[3]))[0] for row in table]
-    return Shares.of(weights, ranks.index(dist.get_rank()), all(row[4] for row in table))
+        name_difference(group, ranks, items())
+    weights = [struct.unpack("<d", struct.pack("<q", row[5]))[0] for row in table]
+    return Shares.of(
+        weights,
+        ranks.index(dist.get_rank()),
+        all_done=all(row[6] for row in table),
+        same_state=len({(row[3], row[4]) for row in table}) == 1,
+        moved=tuple(bool(row[7]) for row in table),
+    )
 
 
-def _name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None:
+def name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None:
+    """Raise the same error on every rank of a group whose lists of items are not the same."""
     lists: list[Any] = [None] * len(ranks)
     dist.all_gather_object(lists, describe(items), group=group)
     for i in range(max(map(len, lists))):
@@ -98,11 +112,11 @@ def _name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> Non
         if len(here) > 1:
             names = {rows[i][0] for rows in lists if i < len(rows)}
             what = f"{next(iter(names))!r} is not the same" if len(names) == 1 else "the lists differ"
-            where = "; ".join(f"on rank{'s' if len(some) > 1 else ''} {_list(some)}: {w}" for w, some in here.items())
+            where = "; ".join(f"on {_ranks(some)}: {words}" for words, some in here.items())
             raise Disagreement(
                 f"ranks do not agree on what to average, at number {i} {what}. {where}. Every rank needs the same "
-                "parameters (those with requires_grad), shapes and dtypes, and with state='average' state for all "
-                "of them; for shards give group= the ranks that hold the same ones"
+                "parameters (those with requires_grad), shapes and dtypes; for shards give group= the ranks that hold "
+                "the same ones"
             )
     raise Disagreement("ranks do not agree on what to average, but their lists are the same by now; call it again")
 
@@ -118,17 +132,30 @@ def check_same_values(items: Sequence[Item], group: Any) -> None:
     lists: list[Any] = [None] * len(ranks)
     dist.all_gather_object(lists, sums, group=group)
     if len({tuple(name for name, _ in rows) for rows in lists}) > 1:
-        _name_difference(group, ranks, items)
+        name_difference(group, ranks, items)
     for rows in zip(*lists, strict=True):
         if len(set(rows)) > 1:
             other = [rank for rank, row in zip(ranks, rows, strict=True) if row != rows[0]]
             raise Disagreement(
-                f"replicas do not start from the same parameters: {rows[0][0]!r} of "
-                f"rank{'s' if len(other) > 1 else ''} {_list(other)} is not rank {ranks[0]}'s, and averaged "
-                "gradients would not bring them together; seed all ranks alike, broadcast the parameters, or wrap the "
-                "module in DistributedDataParallel"
+                f"replicas do not start from the same parameters: {rows[0][0]!r} of {_ranks(other)} is not rank "
+                f"{ranks[0]}'s, and averaged gradients would not bring them together; seed all ranks alike, broadcast "
+                "the parameters, or wrap the module in DistributedDataParallel over all of them"
             )
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+def check_same_options(options: Mapping[str, Any], group: Any) -> None:
+    """Raise on every rank if ranks were given different options."""
+    ranks = members(group)
+    lists: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(lists, dict(options), group=group)
+    for name in options:
+        here: dict[str, list[int]] = {}
+        for rank, given in zip(ranks, lists, strict=True):
+            here.setdefault(str(given.get(name)), []).append(rank)
+        if len(here) > 1:
+            where = ", ".join(f"{value} on {_ranks(some)}" for value, some in here.items())
+            raise Disagreement(f"{name} is not the same on every rank: {where}; give all ranks the same")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

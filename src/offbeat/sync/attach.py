@@ -27,12 +27,13 @@ class _Attachment:
         self.owner: Any = lambda: None
         self.comm_hook: Any = None
         self.hook = bucket_hook(self.group_now, self.reduce)
+        self.hook.keeps_its_place = True
         self.is_registered = False
         ddp.register_forward_pre_hook(self.before_forward)
 
     def group_now(self) -> Any:
         owner = self.owner()
-        return owner.gradient_group() if owner is not None else self._group
+        return owner._gradient_group() if owner is not None else self._group
 
     def reduce(self, group: Any, bucket: Any) -> Any:
         return (self.comm_hook or mean_of_bucket)(group, bucket)
@@ -46,7 +47,7 @@ def attach(optimizer: Any, ddp: DistributedDataParallel, comm_hook: Any, handle:
     """Have the optimizer say, bucket by bucket, over whom gradients are averaged, and when buffers are broadcast.
 
     Args:
-        optimizer: has ``gradient_group()`` and ``is_local``.
+        optimizer: has ``_gradient_group()`` and ``is_local``.
         comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None is a mean.
         handle: the overlap the inner optimizer is in, or None.
     """

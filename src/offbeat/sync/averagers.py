@@ -203,13 +203,18 @@ _EVERY_STEP = (
 
 
 def _items(params: Iterable[Any]) -> list[Item]:
-    items = []
+    items: list[Item] = []
+    seen: set[int] = set()
     for i, one in enumerate(params):
         if isinstance(one, torch.nn.Parameter):
-            if one.requires_grad:
+            if one.requires_grad and id(one) not in seen:
+                seen.add(id(one))
                 items.append(Item(f"parameter {i}", one))
         elif isinstance(one, dict):
-            items += [Item(f"parameter {j} of group {i}", p) for j, p in enumerate(one["params"]) if p.requires_grad]
+            for j, p in enumerate(one["params"]):
+                if p.requires_grad and id(p) not in seen:
+                    seen.add(id(p))
+                    items.append(Item(f"parameter {j} of group {i}", p))
         else:
             raise NotImplementedError(f"Parameter input of type {type(one)} is not supported")
     return items

@@ -51,7 +51,8 @@ class Averaging:
         self._groups = [twin(group, within) if delay else group for group in groups]
         self._snapshot = Snapshot(snapshot)
         self._flight: Flight | None = None
-        self._launched, self._weight_on_board = 0, 0.0
+        self._launched = 0
+        self._on_board = [0.0] * len(groups)
         self._seen = [0.0] * len(groups)
         self._moved = [False] * len(groups)
         self.count = 0
@@ -80,21 +81,26 @@ class Averaging:
             step: the step that has just been made.
             level: which is due after it; None for none.
         """
+        problem: Exception | None = None
         if self._flight is not None and (level is not None or step - self._launched >= self._delay):
-            self.land()
-        if level is None:
-            return
-        if self._delay:
-            self._launch(step, level)
-        else:
-            self.now(step, level)
+            try:
+                self.land()
+            except Exception as error:  # the other ranks may not know, and will want to begin the next one
+                problem = error
+        if level is not None:
+            if self._delay:
+                self._launch(step, level)
+            else:
+                self.now(step, level)
+        if problem is not None:
+            raise problem
 
     def now(self, step: int, level: int) -> None:
         """Average at once."""
         self.land()
-        items = self._contents.items()
-        shares = self._reach(items, step, level)()
-        self._change(items, level, shares)
+        items, state = self._contents.items(), self._contents.state_items()
+        shares = self._reach(items, state, step, level)()
+        self._change(items, state, level, shares)
 
     def take_part(self, step: int, level: int, *, may_be_last: bool) -> bool:
         """As a rank without data: do what the others' average at this level needs, and let it decide.
@@ -106,16 +112,18 @@ class Averaging:
             Whether all ranks of the level are done.
         """
         self.land()
-        items = self._contents.items()
-        shares = self._reach(items, step, level, done=True)()
+        items, state = self._contents.items(), self._contents.state_items()
+        shares = self._reach(items, state, step, level, done=True)()
         last = shares.all_done and may_be_last
-        if shares.nobody and last and self._delay:
-            # All hold the last average, but landing it has rounded on each rank in its own way.
-            ranks = dist.get_world_size(self._groups[level])
-            shares = Shares.of([1.0] * ranks, dist.get_rank(self._groups[level]), all_done=True)
+        if shares.nobody and last:
+            # Nobody has a weight, but whoever has trained since counts; else all hold the last average, which landing
+            # may have rounded on each rank in its own way.
+            weights = [float(moved) for moved in shares.moved] if any(shares.moved) else [1.0] * len(shares.moved)
+            me = dist.get_rank(self._groups[level])
+            shares = Shares.of(weights, me, all_done=True, same_state=shares.same_state, moved=shares.moved)
         if not shares.nobody:
             # Ranks that still train may do this in the background, through the same buckets.
-            self._change(items, level, shares, as_flight=bool(self._delay) and not last)
+            self._change(items, state, level, shares, as_flight=bool(self._delay) and not last)
         return shares.all_done
 
     def land(self) -> None:
@@ -129,10 +137,10 @@ class Averaging:
         except BaseException:
             if flight.is_over:  # and not, say, the program interrupted while it waited
                 self._flight = None
-                self._seen = [value + self._weight_on_board for value in self._seen]
+                self._remember_again()
             raise
         self._flight = None
-        flight.land([items[name] for name in flight.names])
+        flight.land(items)
         self._contents.reset_state()
 
     def abandon(self) -> None:
@@ -148,36 +156,50 @@ class Averaging:
         group = self._groups[level]
         if dist.get_world_size(group) > 1:
             items = self._contents.items()
-            reach = self._reach(items, step, level)
+            reach = self._reach(items, [], step, level)
             self._flight = Flight(items, self._snapshot, self._exchange, group, reach)
-            self._launched, self._weight_on_board = step, self._seen[level]
+            self._launched = step
+            # Should it fail, ranks have seen this after all.
+            self._on_board = [value if at <= level else 0.0 for at, value in enumerate(self._seen)]
             self.count += 1
         else:
             self._contents.reset_state()
         self._forget(level)
 
-    def _change(self, items: list[Item], level: int, shares: Shares, *, as_flight: bool = False) -> None:
+    def _change(
+        self, items: list[Item], state: list[Item], level: int, shares: Shares, *, as_flight: bool = False
+    ) -> None:
         group = self._groups[level]
         if dist.get_world_size(group) > 1:
             if as_flight:
-                Flight(items, self._snapshot, self._exchange, group, lambda: shares).land(items)
+                Flight(items, self._snapshot, self._exchange, group, lambda: shares).land(
+                    {item.name: item for item in items}
+                )
             else:
-                self._exchange.average(items, group, shares)
+                if not shares.same_state:
+                    warnings.warn(
+                        "optimizer state was not averaged this time: ranks do not have the same, perhaps because a "
+                        "GradScaler has skipped the first steps of one of them",
+                        stacklevel=5,
+                    )
+                self._exchange.average([*items, *(state if shares.same_state else [])], group, shares)
             self.count += 1
         self._contents.reset_state()
         self._forget(level)
 
-    def _reach(self, items: list[Item], step: int, level: int, *, done: bool = False) -> Callable[[], Shares]:
+    def _reach(
+        self, items: list[Item], state: list[Item], step: int, level: int, *, done: bool = False
+    ) -> Callable[[], Shares]:
         """What compares ranks before an average; run in a thread it looks at nothing that training changes."""
-        group, summary = self._groups[level], self._contents.digest(items)
-        weight = self._seen[level] if self._weighted else 1.0
-        if done and not self._moved[level]:
+        group, digests = self._groups[level], self._contents.digests(items, state)
+        weight, moved = self._seen[level] if self._weighted else 1.0, self._moved[level]
+        if done and not moved:
             weight = 0.0
 
         def reach() -> Shares:
             if dist.get_world_size(group) == 1:
-                return Shares(1.0, 1, True, weight == 0.0, done)
-            shares = agree(group, step, summary, weight, lambda: items, done=done)
+                return Shares(1.0, 1, True, weight == 0.0, done, True, (moved,))
+            shares = agree(group, step, digests, weight, lambda: items, done=done, moved=moved)
             if shares.nobody and not shares.all_done:
                 raise ValueError(
                     "no rank has a weight: weighted=True averages by what ranks have seen; "
@@ -192,6 +214,11 @@ class Averaging:
         self._contents.mark_averaged()
         for lower in range(level + 1):
             self._seen[lower], self._moved[lower] = 0.0, False
+
+    def _remember_again(self) -> None:
+        """What was on board of an average that has failed counts in the next."""
+        self._seen = [now + value for now, value in zip(self._seen, self._on_board, strict=True)]
+        self._moved = [True] * len(self._moved)
 
     def latest(self, step: int, level: int) -> int:
         """The largest of the steps that ranks of a level have made."""
@@ -230,7 +257,7 @@ class Averaging:
         if flight is not None:
             values = flight["values"]
             items = {item.name: item for item in self._contents.items()}
-            self._launched, self._weight_on_board = flight["launched"], 0.0
+            self._launched, self._on_board = flight["launched"], [0.0] * levels
             self._flight = Flight.reduced(
                 [items[name] for name in values], [values[name] for name in values], self._snapshot
             )

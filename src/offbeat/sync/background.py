@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -153,14 +153,17 @@ class Flight:
         return [view.clone() for view in self._snapshot.views]
 
     @torch.no_grad()
-    def land(self, items: Sequence[Item]) -> None:
-        """Change the items. Nothing is changed if the reduction failed."""
+    def land(self, items: Mapping[str, Item]) -> None:
+        """Change the items, by name; those that are there no more are left out. Raises if the reduction failed."""
         self.wait()
         self._settle()
-        parts = [local_part(item.tensor) for item in items]
-        moves = [(p, v.to(p.device, non_blocking=True)) for p, v in zip(parts, self._snapshot.views, strict=True)]
-        late = [move for item, move in zip(items, moves, strict=True) if item.late]
-        other = [move for item, move in zip(items, moves, strict=True) if not item.late]
+        late: list[tuple[Tensor, Tensor]] = []
+        other: list[tuple[Tensor, Tensor]] = []
+        for name, view in zip(self.names, self._snapshot.views, strict=True):
+            item = items.get(name)
+            if item is not None:
+                part = local_part(item.tensor)
+                (late if item.late else other).append((part, view.to(part.device, non_blocking=True)))
         if late:
             torch._foreach_add_([p for p, _ in late], [v for _, v in late])
         if other:

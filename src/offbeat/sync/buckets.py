@@ -11,11 +11,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from offbeat.sync.items import Item, local_part
+from offbeat.sync.items import FIRST, Item, local_part
 
 __all__ = ["Bucket", "Slots", "check_bucket_mb", "cut"]
 
 _ALIGN = 64
+
+_TRAVELS = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+}
 
 
 class Bucket:
@@ -69,6 +74,8 @@ def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None
     filling: dict[tuple[str, torch.dtype, torch.dtype, torch.device], Bucket] = {}
     for item in items:
         part = local_part(item.tensor)
+        if part.dtype not in _TRAVELS:
+            part = _as_bytes(item, part)
         travels = part.dtype
         if dtype is not None and part.dtype.is_floating_point:
             travels = torch.promote_types(dtype, part.dtype)  # never narrower: that would round parameters
@@ -84,6 +91,16 @@ def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None
             bucket.pieces.append(piece)
             bucket.size += piece.numel()
     return done + list(filling.values())
+
+
+def _as_bytes(item: Item, part: Tensor) -> Tensor:
+    """Numbers no backend adds up: they can be sent as they are, if it is one rank's that all get."""
+    flat = _flat(part)
+    if item.how != FIRST or flat is None:
+        raise TypeError(
+            f"{item.name} is {part.dtype}, which cannot be reduced; use another dtype, or buffers='keep' for a buffer"
+        )
+    return flat.view(torch.uint8)
 
 
 def _pieces(part: Tensor, limit: int, used: int) -> Iterator[Tensor]:

@@ -38,7 +38,7 @@ class Contents:
             self._module, self._ignored = module.module, module.parameters_to_ignore
         self._state, self._buffers = state, buffers
         self._ever: Any = WeakIdKeyDictionary()
-        self._digest = Digest()
+        self._digest, self._state_digest = Digest(), Digest()
         self._names: dict[int, tuple[Tensor, str]] = {}
 
     def params(self) -> dict[str, Tensor]:
@@ -55,17 +55,17 @@ class Contents:
         return found
 
     def items(self) -> list[Item]:
-        """Everything that is averaged."""
-        params = self.params()
-        return [
-            *(Item(name, p) for name, p in params.items()),
-            *buffer_items(self._module, self._buffers, self._ignored),
-            *state_items(self.optimizer, self._state, params),
-        ]
+        """Parameters and buffers to average."""
+        items = [Item(name, p) for name, p in self.params().items()]
+        return items + buffer_items(self._module, self._buffers, self._ignored)
 
-    def digest(self, items: list[Item]) -> tuple[int, int]:
+    def state_items(self) -> list[Item]:
+        """Optimizer state to average."""
+        return state_items(self.optimizer, self._state, self.params())
+
+    def digests(self, items: list[Item], state: list[Item]) -> tuple[int, ...]:
         """What ranks compare."""
-        return self._digest.of(items)
+        return (*self._digest.of(items), *self._state_digest.of(state))
 
     def mark_averaged(self) -> None:
         """These parameters are averaged, and will be from now on."""

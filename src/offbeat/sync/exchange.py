@@ -30,14 +30,18 @@ class Exchange:
         bucket_bytes: how much memory it may take.
         reduce_dtype: for floating-point numbers to travel in, if it is wider than their own.
         undo: where values wait until a sync has succeeded; see :class:`offbeat.sync.undo.Undo`.
+        remember: keep how items were cut, and with it the items; not for gradients, which others want to free.
 
     Attributes:
         bytes_sent: what this rank has sent, counted as a ring all-reduce sends it: twice a tensor's bytes, less the
             share this rank reduces itself.
     """
 
-    def __init__(self, bucket_bytes: int, reduce_dtype: torch.dtype | None = None, undo: str = "auto") -> None:
+    def __init__(
+        self, bucket_bytes: int, reduce_dtype: torch.dtype | None = None, undo: str = "auto", *, remember: bool = True
+    ) -> None:
         self.bytes_sent = 0
+        self._remember = remember
         self.reduce_dtype = reduce_dtype
         self._slots = Slots(bucket_bytes)
         self._undo = Undo(undo)
@@ -63,7 +67,8 @@ class Exchange:
         try:
             self.reduce(buckets, group, shares, commit, wait_for_all=fits)
         except BaseException:
-            for index, bucket in enumerate(changed[: len(self._undo)]):
+            for index in reversed(range(min(len(changed), len(self._undo)))):
+                bucket = changed[index]
                 was = self._slots.get(2, bucket.size, bucket.pieces[0].dtype, bucket.device)
                 self._undo.recall(index, was)
                 bucket.unpack(was)
@@ -126,6 +131,8 @@ class Exchange:
 
     def _cut(self, items: Sequence[Item]) -> list[Bucket]:
         """Buckets for these items, remembered for as long as they are the same and in the same places."""
+        if not self._remember:
+            return cut(items, self._slots.bytes, self.reduce_dtype)
         tensors = [item.tensor for item in items]
         places = [
             (part.data_ptr(), part.shape, item.how)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from offbeat.sync.agreement import Shares
+from offbeat.sync.agreement import Shares, name_difference
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.groups import meeting_device
-from offbeat.sync.items import Item
+from offbeat.sync.groups import meeting_device, members
+from offbeat.sync.items import Digest, Item
 
 __all__ = ["GradientMean", "as_it_is", "bucket_hook", "mean_of_bucket"]
 
@@ -55,27 +56,70 @@ def bucket_hook(group_now: Callable[[], Any], reduce: Callable[[Any, Any], Any])
 
 
 class GradientMean:
-    """For modules that nobody reduces gradients for: averages ``.grad`` just before the step."""
+    """For modules that nobody reduces gradients for: averages ``.grad`` just before the step.
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    What a backward pass adds to averaged gradients is averaged with the next call; the rest is the same on all ranks
+    and stays as it is.
+    """
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._exchange = Exchange(bucket_bytes, undo="off", remember=False)
+        self._digest = Digest()
+        self._hooks: dict[int, Any] = {}
+        self._is_new = False
+
+    def watch(self, params: Mapping[str, Tensor]) -> None:
+        """Take note of gradients that arrive for these parameters."""
+        me = weakref.ref(self)
+
+        def arrived(p: Tensor) -> None:
+            found = me()
+            if found is not None:
+                found._is_new = True
+
+        for p in params.values():
+            if id(p) not in self._hooks and p.requires_grad:
+                self._hooks[id(p)] = p.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+                self._is_new = self._is_new or p.grad is not None
+
+    def remove(self) -> None:
+        """Take no more notice."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
 
     @torch.no_grad()
-    def average(self, params: Sequence[Tensor], group: Any, *, absent: bool = False) -> None:
-        """Average gradients of these parameters over a group.
+    def average(self, params: Mapping[str, Tensor], group: Any, *, found: bool = False, absent: bool = False) -> bool:
+        """Average gradients of these parameters over a group, if any rank has got new ones.
 
         A rank that has none for a parameter counts as zero; what no rank has stays None.
 
         Args:
+            found: whether this rank's gradients are not finite.
             absent: this rank has no data: it takes part with zeros and keeps nothing.
+
+        Returns:
+            Whether a rank's gradients are not finite.
         """
-        ranks = dist.get_world_size(group)
-        used = torch.tensor(
-            [0 if absent or p.grad is None else 1 for p in params], dtype=torch.uint8, device=meeting_device(group)
-        )
+        self.watch(params)
+        device, ranks = meeting_device(group), dist.get_world_size(group)
+        items = [Item(name, p) for name, p in params.items()]
+        bits = self._digest.of(items)
+        # Of the same size on every rank, whatever ranks are about to do: the largest of all, and of all negated.
+        news = [int(found), int(self._is_new and not absent), *bits, *(-bit - 1 for bit in bits)]
+        header = torch.tensor(news, dtype=torch.int64, device=device)
+        dist.all_reduce(header, dist.ReduceOp.MAX, group=group)
+        any_found, any_new, *most = header.tolist()
+        if most[:2] != [-bit - 1 for bit in most[2:]]:
+            name_difference(group, members(group), items)
+        self._is_new = False
+        if not any_new:
+            return bool(any_found)
+        every = list(params.values())
+        used = torch.tensor([0 if absent or p.grad is None else 1 for p in every], dtype=torch.uint8, device=device)
         dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
         grads = []
-        for p, wanted in zip(params, used.tolist(), strict=True):
+        for p, wanted in zip(every, used.tolist(), strict=True):
             if not wanted:
                 continue
             if absent or p.grad is None:
@@ -89,5 +133,6 @@ class GradientMean:
                 )
             else:
                 grads.append(p.grad)
-        items = [Item(str(i), g) for i, g in enumerate(grads)]
-        self._exchange.average(items, group, Shares(1 / ranks, ranks, dist.get_rank(group) == 0))
+        shares = Shares(1 / ranks, ranks, dist.get_rank(group) == 0)
+        self._exchange.average([Item(str(i), g) for i, g in enumerate(grads)], group, shares)
+        return bool(any_found)

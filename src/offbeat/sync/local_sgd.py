@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,15 +15,16 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from offbeat.overlap.checks import averaged_in_step
 from offbeat.overlap.handle import overlap_of
-from offbeat.sync.agreement import check_same_values
+from offbeat.sync.agreement import check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.averaging import Averaging
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.contents import Contents
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.gradients import GradientMean
-from offbeat.sync.groups import meeting_device, node_group, replica_group, whole
+from offbeat.sync.groups import meeting_device, members, node_group, replica_group, whole
 from offbeat.sync.items import Item
 from offbeat.sync.joining import LocalSGDJoinHook
 from offbeat.sync.levels import make_levels
@@ -129,6 +131,27 @@ class LocalSGD(OptimizerWrapper, Joinable):
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = whole(group)
+        check_same_options(
+            {
+                "every": every if isinstance(every, int) else "levels or a function",
+                "warmup": warmup if isinstance(warmup, int) else "a function",
+                "delay": delay,
+                "subgroup": subgroup if isinstance(subgroup, str) else "none" if subgroup is None else "a group",
+                "state": state,
+                "buffers": buffers,
+                "weighted": weighted,
+                "bucket_mb": bucket_mb,
+                "reduce_dtype": reduce_dtype,
+                "comm_hook": getattr(comm_hook, "__name__", comm_hook and "a hook"),
+                "DistributedDataParallel": isinstance(getattr(module, "_orig_mod", module), DistributedDataParallel),
+            },
+            within,
+        )
+        if sharded and not (subgroup is None or subgroup == "node"):
+            raise ValueError(
+                "a sharded module averages gradients over its mesh by itself, and other ranks hold other shards; "
+                "leave subgroup out"
+            )
         self._group = replica_group(params, within) if sharded and group is None else within
         self._subgroup = _find_subgroup(subgroup, self._group, sharded)
         levels = make_levels(every, self._group, mesh)
@@ -146,13 +169,15 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._top = len(levels) - 1
         self._top_size = dist.get_world_size(levels[-1].group)
         self._gradient_mean: GradientMean | None = None
-        self._averaged_gradients: list[int] = []
         self._begun = False
+        self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
-        if isinstance(module, DistributedDataParallel):
-            attach(self, module, comm_hook, handle)
+        self._check_cover()
+        if self._ddp is not None:
+            attach(self, self._ddp, comm_hook, handle)
         else:
             self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
+        self._introduce()
 
     @property
     def steps(self) -> int:
@@ -183,23 +208,26 @@ class LocalSGD(OptimizerWrapper, Joinable):
 
         If a collective of the average fails, its error is raised and parameters are as the optimizer left them.
         """
-        Join.notify_join_context(self)
-        self._begin()
-        loss = self._step_inner(closure)
-        self._averaged_gradients = []
-        self._averaging.move()
-        level = self._schedule.due()
-        if level is not None:
-            self._schedule.averaged(level)
-        try:
-            self._averaging.after_step(self._schedule.step, level)
-        finally:
-            self._schedule.advance()  # also after a failure: the step was made, and ranks stay in step
-        return loss
+        with self._scaled_step():
+            Join.notify_join_context(self)
+            self._begin()
+            loss = self._step_inner(closure)
+            self._averaging.move()
+            level = self._schedule.due()
+            if level is not None:
+                self._schedule.averaged(level)
+            try:
+                if level is not None:
+                    self._check_cover()
+                self._averaging.after_step(self._schedule.step, level)
+            finally:
+                self._schedule.advance()  # also after a failure: the step was made, and ranks stay in step
+            return loss
 
     def sync(self) -> None:
         """Average over all ranks now, whatever the schedule says. Every rank must call it after the same step."""
         self._averaging.now(self._schedule.step, self._top)
+        self._schedule.averaged_already()
 
     def finish(self) -> None:
         """This rank has no data left: take part in averages until all ranks are done, then average once more.
@@ -226,20 +254,14 @@ class LocalSGD(OptimizerWrapper, Joinable):
     def average_gradients(self) -> None:
         """For modules without DDP: average gradients now, so that what follows (clipping, say) sees averaged ones.
 
-        ``step()`` does so if it has not been done with these gradients. Under DDP backward has done it, and nothing
-        happens. With a scaler call ``scaler.unscale_(optimizer)`` first.
+        ``step()`` does so if a backward pass has added to gradients since. Under DDP backward has done it, and nothing
+        happens. Every rank must call it. With a scaler call ``scaler.unscale_(optimizer)`` first.
         """
-        group = self.gradient_group()
-        if self._gradient_mean is None or group is None:
-            return
-        params = list(self._contents.params().values())
-        if [id(p.grad) for p in params] != self._averaged_gradients:
-            self._gradient_mean.average(params, group)
-            self._averaged_gradients = [id(p.grad) for p in params]
+        self._reduce_gradients(False)
 
-    def gradient_group(self) -> Any:
+    def _gradient_group(self) -> Any:
         """Over which ranks gradients of the step that is being made are averaged; None for no others."""
-        return self._subgroup if self._schedule.is_local else self._group
+        return self._subgroup if self._schedule.settle() else self._group
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to go on exactly: the optimizer's state, the counter, and an average that is under way.
@@ -266,7 +288,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._schedule.load_state_dict({**mine, "step": step or 0})
         self._contents.load_averaged(mine.get("averaged", []))
         self._averaging.load_state_dict(mine)
-        self._averaged_gradients, self._begun = [], True
+        self._begun = True
         self._finish_load()
 
     @property
@@ -286,9 +308,9 @@ class LocalSGD(OptimizerWrapper, Joinable):
     def _shadow_step(self) -> None:
         """Do what a step of the other ranks needs of one that has no data."""
         self._begin()
-        group = self.gradient_group()
+        group = self._gradient_group()
         if self._gradient_mean is not None and group is not None:
-            self._gradient_mean.average(list(self._contents.params().values()), group, absent=True)
+            self._gradient_mean.average(self._contents.params(), group, absent=True)
         level = self._schedule.due()
         if level is not None:
             self._schedule.averaged(level)
@@ -303,9 +325,34 @@ class LocalSGD(OptimizerWrapper, Joinable):
         """Before the first step: where nobody else has made replicas equal, see that they are."""
         if not self._begun:
             self._begun = True
-            if self._reduces_gradients and not self._schedule.is_local and self._schedule.step == 0:
+            others = self._gradient_mean is not None
+            if self._ddp is not None:
+                others = dist.get_world_size(self._ddp.process_group) < dist.get_world_size(self._group)
+            if others and not self._schedule.settle() and self._schedule.step == 0:
                 items = [Item(name, p) for name, p in self._contents.params().items()]
                 check_same_values(items, self._group)
+
+    def _check_cover(self) -> None:
+        """Raise if DDP and the optimizer do not have the same parameters to train."""
+        if self._ddp is None or dist.get_world_size(self._group) == 1:
+            return
+        ours = {id(p) for p in self._contents.params().values()}
+        ignored = self._ddp.parameters_to_ignore
+        theirs = {id(p): name for name, p in self._ddp.module.named_parameters() if name not in ignored}
+        for name, p in self._ddp.module.named_parameters():
+            if p.requires_grad and name not in ignored and id(p) not in ours:
+                raise ValueError(
+                    f"parameter {name!r} of the DistributedDataParallel module is not in this optimizer: after warm-up "
+                    "nobody would average its gradients over all ranks, nor the parameter. Give all of the module's "
+                    "parameters to one optimizer, wrap what different ones train in modules of their own, or set "
+                    "requires_grad=False for what nobody trains"
+                )
+        for name, p in self._contents.params().items():
+            if id(p) not in theirs:
+                raise ValueError(
+                    f"{name} of the optimizer is not in the DistributedDataParallel module: nobody averages its "
+                    "gradients; give LocalSGD() the module the optimizer was made for"
+                )
 
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
@@ -317,29 +364,33 @@ class LocalSGD(OptimizerWrapper, Joinable):
         if dist.get_world_size(self._group) == 1:
             return
         if handle is None:
-            self._gradient_mean = GradientMean(Exchange(bucket_bytes, undo="off"))
+            self._gradient_mean = GradientMean(bucket_bytes)
+            self._gradient_mean.watch(self._contents.params())
+            # For overlap(), which would use gradients before they are averaged here.
+            averaged_in_step[self.optim] = weakref.ref(self)
         elif self._subgroup is not None or self._schedule.warmup != 0:
             raise ValueError(
                 "the optimizer is overlapped, so gradients of a module without DistributedDataParallel have been used "
                 "when step() would average them; give warmup=0 and subgroup=None, or wrap the module"
             )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's."""
-        self._averaged_gradients = []
-        super().zero_grad(set_to_none)
-
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """While gradients are averaged the loss is too: who looks at it (LBFGS) must decide the same on every rank."""
-        group = self.gradient_group()
+        group = self._gradient_group()
         if group is None or dist.get_world_size(group) == 1:
             return closure
+        if self._join_config.enable:
+            raise RuntimeError(
+                "step(closure) cannot be used under Join while gradients are averaged: a rank without data does not "
+                "know how often the closure is called"
+            )
 
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
-            self._averaged_gradients = []
             self.average_gradients()
+            if loss is None:
+                return None
             value = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss))
             device = value.device
             value = value.to(meeting_device(group)) / dist.get_world_size(group)
@@ -350,17 +401,14 @@ class LocalSGD(OptimizerWrapper, Joinable):
 
     @property
     def _reduces_gradients(self) -> bool:
-        return self._gradient_mean is not None and self.gradient_group() is not None
+        return self._gradient_mean is not None and self._gradient_group() is not None
 
-    def _reduce_gradients(self, found: Tensor | None) -> Tensor | None:
-        group = self.gradient_group()
+    def _reduce_gradients(self, found: bool) -> bool:
+        group = self._gradient_group()
         if self._gradient_mean is None or group is None:
             return found
-        self.average_gradients()
-        if found is not None:  # averaged gradients are finite nowhere if they are not finite somewhere
-            found = found.detach().to(meeting_device(group), copy=True)
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        return found
+        # Averaged gradients are finite nowhere if they are not finite somewhere.
+        return self._gradient_mean.average(self._contents.params(), group, found=found)
 
 
 def check_delay(delay: int, every: Any) -> None:
@@ -401,6 +449,8 @@ def _find_subgroup(subgroup: Any, group: Any, sharded: bool) -> Any:
             raise ValueError(f"subgroup must be 'node', a process group or None, but got {subgroup!r}")
         # A sharded module reduces its gradients itself, and its replicas hold other nodes' shards.
         return None if sharded or dist.get_world_size(group) == 1 else node_group(group)
-    if subgroup is None or dist.get_world_size(subgroup) == 1:
+    if subgroup is None:
         return None
-    return subgroup
+    if dist.get_rank() not in members(subgroup):
+        raise ValueError(f"this rank ({dist.get_rank()}) is not in the subgroup it was given, {members(subgroup)}")
+    return subgroup if dist.get_world_size(subgroup) > 1 else None

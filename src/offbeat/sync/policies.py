@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,6 +55,14 @@ def state_items(optimizer: Optimizer, policy: str | Mapping[str, str], params: M
     if begin is not None:
         begin()  # state must not depend on which gradients this rank has seen
     items = []
+    if isinstance(policy, Mapping) and optimizer.state:
+        known = {key for entry in optimizer.state.values() for key in entry}
+        for key in policy.keys() - known:
+            warnings.warn(
+                f"state[{key!r}] says what to do with state that {type(optimizer).__name__} does not have; it has "
+                f"{', '.join(map(repr, sorted(known)))}",
+                stacklevel=2,
+            )
     for name, p in params.items():
         for key, value in sorted(optimizer.state.get(p, {}).items()):
             wanted = policy.get(key) == "average" if isinstance(policy, Mapping) else True
@@ -101,6 +110,6 @@ def buffer_items(module: torch.nn.Module, policy: str, skip: Any = ()) -> list[I
             seen.add(id(buffer))
             number = buffer.is_floating_point() or buffer.is_complex()
             how = MEAN if policy == "average" and number else FIRST
-            # A whole number that counts goes on counting while an average is under way.
-            items.append(Item(f"buffer {name!r}", buffer, how, late=not number))
+            # A number of batches goes on counting while an average is under way; a flag or a place does not.
+            items.append(Item(f"buffer {name!r}", buffer, how, late=key == "num_batches_tracked"))
     return items

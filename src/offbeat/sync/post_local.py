@@ -15,7 +15,7 @@ from offbeat.sync.groups import blocks, node_group, whole
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.wrapper import OptimizerWrapper
 
-__all__ = ["PostLocalSGDOptimizer", "PostLocalSGDState", "post_local_sgd_hook"]
+__all__ = ["PostLocalSGDOptimizer", "PostLocalSGDState", "post_localSGD_hook", "post_local_sgd_hook"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,9 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
 
 post_local_sgd_hook.__annotations__ = {}  # DDP wants the types themselves or none, and these are their names
 
+#: Under torch's own name.
+post_localSGD_hook = post_local_sgd_hook
+
 
 class PostLocalSGDOptimizer(OptimizerWrapper):
     """Any optimizer, followed by an averager. Takes the place of torch's class of this name.
@@ -117,12 +120,14 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
             raise TypeError(f"averager must have average_parameters() and a step, but got {type(averager).__name__}")
         super().__init__(optim)
         self.averager = averager
+        self._introduce()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The optimizer's step, then the averager's."""
-        loss = self._step_inner(closure)
-        self.averager.average_parameters(params=self.param_groups)
-        return loss
+        with self._scaled_step():
+            loss = self._step_inner(closure)
+            self.averager.average_parameters(params=self.param_groups)
+            return loss
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, and the averager's step under ``"step"``."""
@@ -132,7 +137,12 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
         """Load a checkpoint of this class, of torch's, or of the optimizer alone (which begins warm-up anew)."""
         state_dict = self._begin_load(state_dict)
         step = state_dict.pop("step", None)
-        state_dict.pop("local_sgd", None)
+        if (state_dict.pop("local_sgd", None) or {}).get("flight") is not None:
+            warnings.warn(
+                "the checkpoint has an average under way, which PostLocalSGDOptimizer cannot land; it is dropped. "
+                "Load it into LocalSGD to go on exactly",
+                stacklevel=2,
+            )
         self.optim.load_state_dict(state_dict)
         if step is None:
             warnings.warn(

@@ -32,7 +32,7 @@ class Schedule:
         periods: one for each level, lowest first: a number of steps, or a function from the step to one. With a
             function a level is due when at least that many steps have passed since it last was.
         warmup: how many steps gradients are averaged globally, or a function from the step to whether they still are;
-            once it has said no it is not asked again.
+            once it has said no for a step it is not asked again.
     """
 
     def __init__(self, periods: Sequence[Any], warmup: int | Callable[[int], bool]) -> None:
@@ -52,18 +52,24 @@ class Schedule:
 
     @property
     def is_local(self) -> bool:
-        """Whether the step that is being made is after warm-up."""
+        """Whether the step that is being made is after warm-up, as far as is known. Looking decides nothing."""
         if not callable(self.warmup):
             return self.step >= self.warmup
         if self._since is None and self._asked != self.step:
-            self._asked = self.step
-            if not self.warmup(self.step):
-                self._since = self.step
+            return not self.warmup(self.step)
         return self._since is not None
+
+    def settle(self) -> bool:
+        """Decide, once for the step that is being made, whether it is after warm-up."""
+        if callable(self.warmup) and self._since is None and self._asked != self.step:
+            local = self.is_local
+            self._asked = self.step
+            self._since = self.step if local else None
+        return self.is_local
 
     def due(self) -> int | None:
         """The level to average at after this step."""
-        if not self.is_local:
+        if not self.settle():
             return None
         since = self._since if callable(self.warmup) else self.warmup
         assert since is not None
@@ -85,10 +91,14 @@ class Schedule:
         for lower in range(level + 1):
             self._last[lower] = self.step
 
+    def averaged_already(self) -> None:
+        """Replicas have been averaged after the last step, at every level."""
+        self._last = [self.step - 1] * len(self._last)
+
     def go_to(self, step: int) -> None:
         """So many steps have been made, and replicas have been averaged after the last."""
         self.step = step
-        self._last = [step - 1] * len(self._last)
+        self.averaged_already()
 
     def advance(self) -> None:
         """The step is over."""

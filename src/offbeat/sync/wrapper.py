@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.overlap.handle import overlap_of
@@ -34,9 +34,22 @@ class OptimizerWrapper(Optimizer):
         self.optim: Any = None
         super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
         self.optim = optim
-        handle = overlap_of(optim)
+
+    def _introduce(self) -> None:
+        """Have an overlapped optimizer's scaler know this one; last of all in the constructor."""
+        handle = overlap_of(self.optim)
         if handle is not None:
             handle.answer_for(self)
+
+    @contextmanager
+    def _scaled_step(self) -> Iterator[None]:
+        """A step that fails must not leave behind what the scaler lent it: the next one would take it for its own."""
+        try:
+            yield
+        except BaseException:
+            for name in _SCALER:
+                vars(self).pop(name, None)
+            raise
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -106,24 +119,25 @@ class OptimizerWrapper(Optimizer):
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
             return self.optim.step(self._together(closure))
         if found is None:
-            self._reduce_gradients(None)
+            self._reduce_gradients(False)
             return self.optim.step()
         handle = overlap_of(self.optim)
         scaling = handle.scaling if handle is not None else None
         if scaling is not None:
             if scale is not None:  # the scaler has not asked yet
                 found = scaling.found()
+            found = _is_set(found)
         elif self._reduces_gradients or not getattr(self.optim, "_step_supports_amp_scaling", False):
             if scale is not None:
                 unscale(self.optim, scale)
-            found = self._reduce_gradients(found)
+            found = self._reduce_gradients(_is_set(found))
         else:
             self.optim.grad_scale, self.optim.found_inf = scale, found
             try:
                 return self.optim.step()
             finally:
                 del self.optim.grad_scale, self.optim.found_inf
-        return None if _is_set(found) else self.optim.step()
+        return None if found else self.optim.step()
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure, made to give ranks that average gradients the same."""
@@ -134,7 +148,7 @@ class OptimizerWrapper(Optimizer):
         """Whether gradients are averaged here, just before the inner step."""
         return False
 
-    def _reduce_gradients(self, found: Tensor | None) -> Tensor | None:
+    def _reduce_gradients(self, found: bool) -> bool:
         """Average gradients where that is done here; returns whether a number was not finite on any of the ranks."""
         return found
 

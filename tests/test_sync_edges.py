@@ -1,0 +1,464 @@
+"""Where averaging could go wrong without a word: other optimizers, failures in between, ranks that look or differ."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import offbeat
+from tests.scenarios import Scenarios
+from tests.sync_reference import batch, everyone, flat, loss, make
+
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_edges")]
+
+scenario = Scenarios(__name__)
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def train(module: nn.Module, optimizer: Any, steps: range, rank: int) -> list[bool]:
+    """Returns after which steps ranks agreed."""
+    agreed = []
+    for step in steps:
+        loss(module, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        agreed.append(torch.equal(*everyone(flat(module))))
+    return agreed
+
+
+@scenario(2)
+def optimizer_and_ddp_have_the_same_parameters(rank, world):
+    model = make()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"'2\.weight' of the DistributedDataParallel module is not in this optimizer"):
+        offbeat.LocalSGD(sgd(model[0].parameters()), ddp)
+    extra = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="is not in the DistributedDataParallel module"):
+        offbeat.LocalSGD(sgd([*model.parameters(), extra]), ddp)
+    with pytest.raises(ValueError, match="is not in this optimizer"):
+        offbeat.LocalSGD(sgd(make().parameters()), ddp)
+    local = offbeat.LocalSGD(sgd(model.parameters()), ddp, every=2, subgroup=None)
+    train(ddp, local, range(2), rank)
+    local.add_param_group({"params": [extra]})
+    loss(ddp, batch(2, rank)).backward()
+    with pytest.raises(ValueError, match="parameter 0 of group 1 of the optimizer is not in"):
+        local.step()
+
+
+@scenario(2)
+def a_failed_sync_under_a_scaler(rank, world):
+    """The scale of the step that failed must not be taken for the next one's."""
+    for build in (
+        lambda opt, m: offbeat.LocalSGD(opt, m, every=2, subgroup=None),
+        lambda opt, m: offbeat.PostLocalSGDOptimizer(opt, offbeat.PeriodicModelAverager(2)),
+    ):
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = build(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        real = dist.all_reduce
+        moved = []
+        for step in range(4):
+            before = model.weight.item()
+            scaler.scale(model(torch.ones(1, 1)).sum()).backward()
+            if step == 0:
+                dist.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
+                with pytest.raises(RuntimeError, match="gone"):
+                    scaler.step(optimizer)
+                dist.all_reduce = real
+            else:
+                scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if step in (1, 3):
+                moved.append(round(model.weight.item() - before, 4))
+            dist.barrier()
+        assert moved == [-1.0, -1.0]
+
+
+@scenario(2)
+def gradients_averaged_in_between(rank, world):
+    """Backward after average_gradients(), with and without zeroing, in every spelling."""
+    for clear in (None, lambda o, m: o.zero_grad(), lambda o, m: m.zero_grad(set_to_none=False)):
+        model, reference = make(), make()
+        local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, warmup=10)
+        plain, ddp = sgd(reference.parameters()), DistributedDataParallel(reference)
+        for step in range(3):
+            loss(model, batch(step, rank)).backward()
+            local.average_gradients()
+            loss(ddp, batch(step, rank)).backward()
+            if clear is not None:
+                clear(local, model)
+                clear(plain, reference)
+            loss(model, batch(50 + step, rank)).backward()
+            loss(ddp, batch(50 + step, rank)).backward()
+            local.step()
+            plain.step()
+            local.zero_grad()
+            plain.zero_grad()
+            torch.testing.assert_close(flat(model), flat(reference), rtol=1e-11, atol=1e-12)
+            assert torch.equal(*everyone(flat(model)))
+
+
+class Flags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("flag", torch.tensor([False, False]))
+        self.register_buffer("place", torch.tensor([0]))
+        self.register_buffer("short", torch.zeros(4, dtype=torch.int16))
+        self.register_buffer("num_batches_tracked", torch.tensor(0))
+
+
+@scenario(2)
+def late_buffers_of_whole_numbers(rank, world):
+    """Flags stay flags and places stay in range; only what counts batches goes on counting."""
+    for delay in (0, 2):
+        module = Flags()
+        local = offbeat.LocalSGD(torch.optim.SGD([module.weight], lr=0.0), module, every=4, subgroup=None, delay=delay)
+        for step in range(delay + 1):
+            module.num_batches_tracked += 1
+            module.flag[0] = rank == 0 or step > 0
+            module.place.fill_((60 * (1 - rank) + step) % 64)
+            module.short.fill_(7 - rank)
+            local.step()
+        assert module.flag.view(torch.uint8).tolist() == [1, 0]
+        assert module.place.item() == 60
+        assert module.short.tolist() == [7] * 4
+        assert module.num_batches_tracked.item() == delay + 1
+
+
+@scenario(2)
+def finish_without_weights(rank, world):
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=3, weighted=True, subgroup=None)
+    local.seen(1)
+    train(model, local, range(1), rank)
+    assert train(model, local, range(1, 3), rank) == [False, False]  # and nobody says how much was seen
+    local.finish()
+    assert torch.equal(*everyone(flat(model)))
+    assert local.steps == 3
+
+
+@scenario(4)
+def sharded_gradients_are_not_averaged_over_other_shards(rank, world):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    model = make()
+    fully_shard(model, mesh=mesh["shard"])
+    with pytest.raises(ValueError, match="leave subgroup out"):
+        offbeat.LocalSGD(sgd(model.parameters()), model, subgroup=mesh.get_group("shard"))
+
+
+@scenario(2)
+def overlap_before_and_after(rank, world):
+    """Removed and made again, LocalSGD's gradients stay its own; made too late, overlap() is refused."""
+    model = make()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+    inner = offbeat.AdamW(model.parameters(), lr=0.01)
+    handle = offbeat.overlap(inner, ddp)
+    local = offbeat.LocalSGD(inner, ddp, every=3, warmup=2, subgroup=None)
+    assert train(ddp, local, range(4), rank) == [True, True, True, False]
+    handle.remove()
+    handle = offbeat.overlap(inner, ddp)
+    assert train(ddp, local, range(4, 7), rank) == [False, True, False]
+    handle.remove()
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    with pytest.raises(ValueError, match="give it the communication hook"):
+        offbeat.overlap(inner, ddp, comm_hook=allreduce_hook)
+    model = make()
+    inner = offbeat.AdamW(model.parameters(), lr=0.01)
+    local = offbeat.LocalSGD(inner, model, every=3, warmup=2, subgroup=None)
+    with pytest.raises(ValueError, match="call overlap\\(\\) before it"):
+        offbeat.overlap(inner, model)
+    del local
+    gc.collect()
+    offbeat.overlap(inner, model).remove()
+
+
+@scenario(2)
+def options_that_differ(rank, world):
+    for options, words in (
+        ({"weighted": bool(rank)}, "weighted is not the same on every rank: False on rank 0, True on rank 1"),
+        ({"bucket_mb": 1 + rank}, "bucket_mb"),
+        ({"reduce_dtype": (None, torch.float64)[rank]}, "reduce_dtype"),
+        ({"warmup": rank}, "warmup"),
+        ({"every": 4 + rank}, "every"),
+        ({"delay": rank}, "delay"),
+        ({"state": ("keep", "reset")[rank]}, "state"),
+    ):
+        model = make()
+        with pytest.raises(offbeat.Disagreement, match=words):
+            offbeat.LocalSGD(sgd(model.parameters()), model, subgroup=None, **options)
+
+
+@scenario(4)
+def ddp_over_a_node_alone(rank, world):
+    """It makes only its own ranks equal, and warm-up averages over all: replicas must begin alike."""
+    node, _ = dist.new_subgroups(group_size=2)
+    model = make(seed=rank // 2)
+    ddp = DistributedDataParallel(model, process_group=node)
+    local = offbeat.LocalSGD(sgd(model.parameters()), ddp, every=3, warmup=2, subgroup=node)
+    loss(ddp, batch(0, rank)).backward()
+    with pytest.raises(offbeat.Disagreement, match=r"'0\.weight' of ranks 2, 3 is not rank 0's"):
+        local.step()
+
+
+@scenario(4)
+def weights_after_a_failed_late_average(rank, world):
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every={2: 2, 6: 4}, subgroup=None, delay=1, weighted=True)
+    real = dist.all_reduce
+    for step in range(4):
+        local.seen(10)
+        loss(model, batch(step, rank)).backward()
+        if step == 2:
+            dist.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
+        if step == 3:
+            with pytest.raises(RuntimeError, match="gone"):
+                local.step()
+        else:
+            local.step()
+        if step == 2:
+            with pytest.raises(RuntimeError, match="gone"):
+                local._averaging._flight.wait()
+            dist.all_reduce = real
+        local.zero_grad()
+        dist.barrier()
+    # The average of all ranks came after step 0, the failed one of pairs after step 2.
+    assert local._averaging._seen == [30.0 + 0.0, 30.0]
+
+
+@scenario(2)
+def join_with_a_scaler(rank, world):
+    """A rank without data matches every collective of those that have some, overflows included."""
+    model = make(dtype=torch.float32)
+    local = offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, every=3, warmup=6, subgroup=None)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with Join([local]):
+        for step in range(9 if rank == 0 else 3):
+            value = loss(model, batch(step, rank, torch.float32)) * (float("inf") if step == 4 else 1.0)
+            scaler.scale(value).backward()
+            scaler.step(local)
+            scaler.update()
+            local.zero_grad()
+    assert torch.equal(*everyone(flat(model)))
+    assert torch.isfinite(flat(model)).all()
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=3, warmup=6, subgroup=None)
+    with pytest.raises(RuntimeError, match="cannot be used under Join"), Join([local], throw_on_early_termination=True):
+        local.step(lambda: loss(model, batch(0, rank)))
+
+
+@scenario(2)
+def one_rank_fails_to_land(rank, world):
+    """It begins the next average all the same, and the two do not lose each other."""
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, subgroup=None, delay=2)
+    real, failed = dist.all_reduce, []
+    for step in range(9):
+        loss(model, batch(step, rank)).backward()
+        if step == 2 and rank == 0:
+            local._averaging._flight.wait()
+            local._averaging._flight._error = MemoryError("no room")
+        try:
+            local.step()
+        except MemoryError:
+            failed.append(step)
+        local.zero_grad()
+    assert failed == ([2] if rank == 0 else [])
+    dist.all_reduce = real
+    local.finish()
+    assert torch.equal(*everyone(flat(model)))
+
+
+@scenario(2)
+def looking_decides_nothing(rank, world):
+    """A rank that asks in which phase it is, at a time when the others do not, stays with them."""
+    model = make()
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = offbeat.LocalSGD(
+        optimizer, ddp, every=3, warmup=lambda step: optimizer.param_groups[0]["lr"] >= 0.1, subgroup=None
+    )
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(local, [3], gamma=0.5)
+    agreed = []
+    for step in range(9):
+        agreed += train(ddp, local, range(step, step + 1), rank)
+        if rank == 0:
+            assert local.is_local is (step >= 3)
+            with torch.no_grad():
+                model(batch(0, 0))
+        scheduler.step()
+    assert agreed == [s < 3 or (s - 3) % 3 == 0 for s in range(9)]
+
+
+@scenario(2)
+def frozen_on_one_rank_during_warmup(rank, world):
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=3, warmup=9, subgroup=None)
+    train(model, local, range(2), rank)
+    model[0].weight.requires_grad_(rank == 0)
+    loss(model, batch(2, rank)).backward()
+    before = flat(model)
+    with pytest.raises(offbeat.Disagreement, match=r"on rank 0: '0\.weight'"):
+        local.step()
+    assert torch.equal(flat(model), before)
+
+
+@scenario(2)
+def state_that_one_rank_does_not_have_yet(rank, world):
+    """An overflow in the first step leaves torch's optimizers without state: that average goes without it, aloud."""
+    model = make(dtype=torch.float32)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+    local = offbeat.LocalSGD(inner, model, every=2, subgroup=None, state="average")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        value = loss(model, batch(step, rank, torch.float32)) * (float("inf") if step == 0 and rank == 1 else 1.0)
+        scaler.scale(value).backward()
+        if step == 0:
+            with pytest.warns(UserWarning, match="optimizer state was not averaged this time"):
+                scaler.step(local)
+        else:
+            scaler.step(local)
+        scaler.update()
+        local.zero_grad()
+        if step in (0, 2):
+            assert torch.equal(*everyone(flat(model)))
+    assert torch.equal(*everyone(inner.state[model[0].weight]["exp_avg"]))
+    model = make()
+    local = offbeat.LocalSGD(
+        offbeat.AdamW(model.parameters()), model, subgroup=None, state={"momentum": "average", "exp_avg": "average"}
+    )
+    loss(model, batch(0, rank)).backward()
+    with pytest.warns(UserWarning, match="state that AdamW does not have"):
+        local.step()
+
+
+@scenario(2)
+def gradients_are_freed(rank, world):
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=3, warmup=2, subgroup=None)
+    for step in range(4):
+        loss(model, batch(step, rank)).backward()
+        local.step()
+        grad = weakref.ref(model[0].weight.grad)
+        local.zero_grad()
+        assert grad() is None, step
+
+
+@scenario(2)
+def one_parameter_twice(rank, world):
+    """Given twice, it is averaged once, and comes back after a failure."""
+    p = nn.Parameter(torch.full((300,), float(rank)))
+    others = [nn.Parameter(torch.full((300,), float(rank))) for _ in range(9)]
+    averager = offbeat.PeriodicModelAverager(2, bucket_mb=0.002)
+    real, calls = dist.all_reduce, [0]
+
+    def failing(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == 9:
+            raise RuntimeError("gone")
+        return real(*args, **kwargs)
+
+    dist.all_reduce = failing
+    try:
+        with pytest.raises(RuntimeError, match="gone"):
+            averager.average_parameters([p, p, *others, p])
+    finally:
+        dist.all_reduce = real
+    assert all((one == rank).all() for one in (p, *others))
+    dist.barrier()
+
+
+@scenario(2)
+def a_scaler_forgets_what_is_gone(rank, world):
+    """An optimizer that takes the place of a dropped wrapper in memory is not taken for it."""
+    model = make(dtype=torch.float32)
+    inner = offbeat.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    offbeat.overlap(inner, model, scaler=scaler)
+    for _ in range(3):
+        local = offbeat.LocalSGD(inner, model, subgroup=None)
+        number = id(local)
+        assert number in scaler.unscale_.answers
+        del local
+        gc.collect()
+        assert number not in scaler.unscale_.answers
+
+
+@scenario(2)
+def parameters_that_leave_during_a_flight(rank, world):
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, subgroup=None, delay=2)
+    train(model, local, range(1), rank)
+    gone = local.param_groups[0]["params"].pop()
+    before = gone.detach().clone()
+    train(model, local, range(1, 3), rank)
+    assert torch.equal(gone, before)
+    local.param_groups[0]["params"].append(gone)
+    local.finish()
+
+
+@scenario(2)
+def an_average_at_will_counts(rank, world):
+    """With a period that is a function, the next average is that many steps after sync()."""
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=lambda step: 4, subgroup=None)
+    agreed = train(model, local, range(3), rank)
+    local.sync()
+    assert torch.equal(*everyone(flat(model)))
+    agreed += train(model, local, range(3, 8), rank)
+    assert agreed == [True, False, False, False, False, False, True, False]
+
+
+@scenario(2)
+def closures_without_a_loss(rank, world):
+    model, reference = make(), make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, warmup=3, subgroup=None)
+    ddp, plain = DistributedDataParallel(reference), sgd(reference.parameters())
+    for step in range(3):
+
+        def closure(step=step):
+            local.zero_grad()
+            loss(model, batch(step, rank)).backward()
+
+        assert local.step(closure) is None
+        loss(ddp, batch(step, rank)).backward()
+        plain.step()
+        plain.zero_grad()
+        torch.testing.assert_close(flat(model), flat(reference), rtol=1e-11, atol=1e-12)
+
+
+@scenario(2)
+def copies_of_state(rank, world):
+    """What state_dict() returned does not change when training goes on."""
+    model = make()
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, subgroup=None, delay=3)
+    train(model, local, range(2), rank)
+    saved = local.state_dict()["local_sgd"]
+    before = copy.deepcopy(saved)
+    train(model, local, range(2, 7), rank)
+    assert saved["flight"]["launched"] == before["flight"]["launched"] == 0
+    for name, value in before["flight"]["values"].items():
+        assert torch.equal(saved["flight"]["values"][name], value)
+    local.finish()
+
+
+@pytest.mark.parametrize(("world", "name"), scenario.cases)
+def test_edges(world, name):
+    scenario.check(world, name)

@@ -1,0 +1,218 @@
+"""What LocalSGD accepts, what it refuses and in which words; the schedule, the cutting into buckets, the weights."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from offbeat.sync.agreement import Shares
+from offbeat.sync.buckets import cut
+from offbeat.sync.items import Item
+from offbeat.sync.schedule import Schedule
+
+pytestmark = pytest.mark.xdist_group("sync_options")
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make(**options):
+    model = nn.Linear(3, 2)
+    return offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        make()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        offbeat.PeriodicModelAverager(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"every": 0}, ValueError, "every must be at least 1 step, but got 0"),
+        ({"every": 2.5}, TypeError, "every must be a number of steps or a function"),
+        ({"every": True}, TypeError, "every must be a number"),
+        ({"every": {}}, ValueError, "at least one level"),
+        ({"every": {4: 1, 2: 1}}, ValueError, r"must ascend.*\[4, 2\]"),
+        ({"every": {2: 3}}, ValueError, "cannot be cut into blocks of 3"),
+        ({"every": {2: "site"}}, ValueError, "give that DeviceMesh as mesh="),
+        ({"every": {2: 1.5}}, TypeError, "a size, a process group"),
+        ({"every": [(1, 2, 3)]}, TypeError, "pairs"),
+        ({"warmup": -1}, ValueError, "warmup must be at least 0 steps, but got -1"),
+        ({"warmup": 1.5}, TypeError, "warmup must be a number of steps"),
+        ({"delay": -1}, ValueError, "delay must be at least 0"),
+        ({"delay": 9}, ValueError, "delay=9 is longer than the 8 steps between averages"),
+        ({"delay": 3, "every": {2: 1, 8: 1}}, ValueError, "longer than the 2 steps"),
+        ({"delay": True}, TypeError, "delay must be a number"),
+        ({"subgroup": "rack"}, ValueError, "subgroup must be 'node'"),
+        ({"snapshot": "disk"}, ValueError, "snapshot must be 'device' or 'cpu'"),
+        ({"undo": "tape"}, ValueError, "undo must be one of"),
+        ({"bucket_mb": 0}, ValueError, "bucket_mb must be a positive number"),
+        ({"reduce_dtype": torch.int32}, ValueError, "floating-point"),
+        ({"buffers": "mean"}, ValueError, "buffers must be one of"),
+        ({"state": "mean"}, ValueError, "state must be one of"),
+    ],
+)
+def test_options_that_make_no_sense(alone, options, error, words):
+    with pytest.raises(error, match=words):
+        make(**options)
+
+
+def test_what_cannot_be_wrapped(alone):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module"):
+        offbeat.LocalSGD(optimizer, [1])
+    with pytest.raises(TypeError, match="opt must be"):
+        offbeat.LocalSGD(model, model)
+    with pytest.raises(TypeError, match="give the optimizer it wraps"):
+        offbeat.LocalSGD(offbeat.LocalSGD(optimizer, model), model)
+    with pytest.raises(TypeError, match="averager must have"):
+        offbeat.PostLocalSGDOptimizer(optimizer, None)
+    with pytest.raises(TypeError, match=r"optim must be a torch\.optim\.Optimizer"):
+        offbeat.PostLocalSGDOptimizer(model, offbeat.PeriodicModelAverager(2))
+
+
+def test_one_rank_trains_as_without(alone):
+    """An average of one changes nothing, at once or late."""
+    results = []
+    for options in ({}, {"delay": 2, "every": 3}, {"every": {2: 1, 4: 1}}, None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if options is not None:
+            optimizer = offbeat.LocalSGD(optimizer, model, warmup=2, **options)
+        for step in range(7):
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if options is not None:
+            optimizer.finish()
+            assert optimizer.bytes_sent == 0
+            assert optimizer.steps == 7
+        results.append(model.weight.detach().clone())
+    assert all(torch.equal(one, results[-1]) for one in results)
+
+
+def test_it_is_an_optimizer_but_not_a_copy(alone):
+    local = make(every=2)
+    assert isinstance(local, torch.optim.Optimizer)
+    assert repr(local) == repr(local.optim)
+    with pytest.raises(TypeError, match="save its state_dict"):
+        pickle.dumps(local)
+    scaler = torch.amp.GradScaler("cpu")
+    model = nn.Linear(3, 2)
+    local = offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    scaler.scale(model(torch.ones(1, 3)).sum()).backward()
+    with pytest.raises(RuntimeError, match="Closure"):
+        scaler.step(local, lambda: 1.0)
+
+
+def test_schedule_of_numbers():
+    schedule = Schedule([2, 6], 3)
+    due = []
+    for _ in range(14):
+        due.append(schedule.due())
+        schedule.advance()
+    assert due == [None, None, None, 1, None, 0, None, 0, None, 1, None, 0, None, 0]
+
+
+def test_schedule_of_functions():
+    schedule = Schedule([lambda s: 2, lambda s: 5], lambda s: s < 3)
+    due = []
+    for _ in range(14):
+        level = schedule.due()
+        if level is not None:
+            schedule.averaged(level)
+        due.append(level)
+        schedule.advance()
+    # A higher level does for the lower one too.
+    assert due == [None, None, None, 1, None, 0, None, 0, 1, None, 0, None, 0, 1]
+    again = Schedule([lambda s: 2, lambda s: 5], lambda s: pytest.fail("warm-up was over"))
+    again.load_state_dict(schedule.state_dict())
+    assert again.is_local
+    assert [again.due(), again.step] == [schedule.due(), 14]
+    for bad, error in ((0, ValueError), (1.5, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="what every returned for step 0"):
+            Schedule([lambda s, bad=bad: bad], 0).due()
+
+
+def test_warmup_is_asked_once_a_step_and_not_after_it_is_over():
+    asked = []
+
+    def warm(step):
+        asked.append(step)
+        return step < 2
+
+    schedule = Schedule([1], warm)
+    for _ in range(5):
+        assert schedule.is_local is (schedule.step >= 2)  # looking decides nothing
+        assert [schedule.settle() for _ in range(3)] == [schedule.step >= 2] * 3
+        assert schedule.is_local is (schedule.step >= 2)
+        schedule.advance()
+    assert asked == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("limit", [4, 64, 1000, 10**6])
+def test_buckets_hold_every_element_once(limit):
+    g = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(13, 7, generator=g),
+        torch.randn(30, 30, generator=g)[3:20, ::2],
+        torch.randn(4, 3, 5, 5, generator=g).to(memory_format=torch.channels_last),
+        torch.randn(100, generator=g).half(),
+        torch.randn(0, 3),
+        torch.randn(()),
+        torch.arange(50),
+        torch.tensor([True, False, True]),
+        torch.randn(5, dtype=torch.complex64),
+    ]
+    items = [Item(str(i), t) for i, t in enumerate(tensors)]
+    buckets = cut(items, limit)
+    for bucket in buckets:
+        assert bucket.size == sum(p.numel() for p in bucket.pieces)
+        assert bucket.size * bucket.dtype.itemsize <= max(limit, bucket.dtype.itemsize)
+        assert {p.dtype for p in bucket.pieces} == {bucket.dtype}
+    before = [t.clone() for t in tensors]
+    elements = sum(t.numel() * (2 if t.is_complex() else 1) for t in tensors)
+    assert sum(bucket.size for bucket in buckets) == elements
+    for bucket in buckets:
+        flat = torch.empty(bucket.size, dtype=bucket.dtype)
+        bucket.pack(flat)
+        for piece in bucket.pieces:
+            piece.zero_()
+        bucket.unpack(flat)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            piece.zero_()
+    assert not any(t.any() for t in tensors)
+
+
+def test_buckets_never_travel_in_a_narrower_dtype():
+    items = [Item("a", torch.randn(3)), Item("b", torch.randn(3).bfloat16())]
+    for wanted, expected in (
+        (torch.bfloat16, {torch.float32, torch.bfloat16}),
+        (torch.float32, {torch.float32}),
+        (torch.float64, {torch.float64}),
+    ):
+        assert {bucket.dtype for bucket in cut(items, 1000, wanted)} == expected
+
+
+def test_shares():
+    assert Shares.of([1.0, 1.0, 1.0], 1) == Shares(1 / 3, 3, False)
+    assert Shares.of([0.0, 2.0, 2.0], 1) == Shares(0.5, 2, True)
+    assert Shares.of([1.0, 3.0], 0) == Shares(0.25, None, True)
+    assert Shares.of([0.0, 0.0], 0).nobody
