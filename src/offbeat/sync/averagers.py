@@ -40,7 +40,7 @@ class ModelAverager(TorchModelAverager):
             ``"off"``.
     """
 
-    def __init__(self, process_group: Any = None, *, bucket_mb: float = 32, undo: str = "auto") -> None:
+    def __init__(self, process_group: Any = None, *, bucket_mb: float = 64, undo: str = "auto") -> None:
         self.process_group = whole(process_group)
         self.step = 0
         self._exchange = Exchange(check_bucket_mb(bucket_mb), undo=undo)
@@ -90,7 +90,7 @@ class PeriodicModelAverager(ModelAverager):
         warmup_steps: int = 0,
         process_group: Any = None,
         *,
-        bucket_mb: float = 32,
+        bucket_mb: float = 64,
         undo: str = "auto",
     ) -> None:
         super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)
@@ -136,7 +136,7 @@ class HierarchicalModelAverager(ModelAverager):
         warmup_steps: int = 0,
         process_group: Any = None,
         *,
-        bucket_mb: float = 32,
+        bucket_mb: float = 64,
         undo: str = "auto",
     ) -> None:
         super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)

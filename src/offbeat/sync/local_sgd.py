@@ -109,7 +109,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         buffers: str = "average",
         weighted: bool = False,
         comm_hook: Any = None,
-        bucket_mb: float = 32,
+        bucket_mb: float = 64,
         reduce_dtype: torch.dtype | None = None,
         snapshot: str = "device",
         undo: str = "auto",
