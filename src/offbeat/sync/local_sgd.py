@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -21,10 +20,11 @@ from offbeat.sync.agreement import check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.averaging import Averaging
 from offbeat.sync.buckets import check_bucket_mb
+from offbeat.sync.checks import check_cover, check_delay, check_module, find_subgroup
 from offbeat.sync.contents import Contents
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.gradients import GradientMean
-from offbeat.sync.groups import meeting_device, members, node_group, replica_group, whole
+from offbeat.sync.groups import meeting_device, replica_group, whole
 from offbeat.sync.items import Item
 from offbeat.sync.joining import LocalSGDJoinHook
 from offbeat.sync.levels import make_levels
@@ -114,7 +114,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         snapshot: str = "device",
         undo: str = "auto",
     ) -> None:
-        _check_module(opt, module)
+        check_module(opt, module)
         check_delay(delay, every)
         check_state(state, delay)
         check_buffers(buffers)
@@ -153,7 +153,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 "leave subgroup out"
             )
         self._group = replica_group(params, within) if sharded and group is None else within
-        self._subgroup = _find_subgroup(subgroup, self._group, sharded)
+        self._subgroup = find_subgroup(subgroup, self._group, sharded)
         levels = make_levels(every, self._group, mesh)
         self._schedule = Schedule([level.period for level in levels], warmup)
         self._contents = Contents(opt, module, state, buffers)
@@ -172,7 +172,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._begun = False
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
-        self._check_cover()
+        check_cover(self._ddp, self._contents.params(), self._group)
         if self._ddp is not None:
             attach(self, self._ddp, comm_hook, handle)
         else:
@@ -218,7 +218,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 self._schedule.averaged(level)
             try:
                 if level is not None:
-                    self._check_cover()
+                    check_cover(self._ddp, self._contents.params(), self._group)
                 self._averaging.after_step(self._schedule.step, level)
             finally:
                 self._schedule.advance()  # also after a failure: the step was made, and ranks stay in step
@@ -332,28 +332,6 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 items = [Item(name, p) for name, p in self._contents.params().items()]
                 check_same_values(items, self._group)
 
-    def _check_cover(self) -> None:
-        """Raise if DDP and the optimizer do not have the same parameters to train."""
-        if self._ddp is None or dist.get_world_size(self._group) == 1:
-            return
-        ours = {id(p) for p in self._contents.params().values()}
-        ignored = self._ddp.parameters_to_ignore
-        theirs = {id(p): name for name, p in self._ddp.module.named_parameters() if name not in ignored}
-        for name, p in self._ddp.module.named_parameters():
-            if p.requires_grad and name not in ignored and id(p) not in ours:
-                raise ValueError(
-                    f"parameter {name!r} of the DistributedDataParallel module is not in this optimizer: after warm-up "
-                    "nobody would average its gradients over all ranks, nor the parameter. Give all of the module's "
-                    "parameters to one optimizer, wrap what different ones train in modules of their own, or set "
-                    "requires_grad=False for what nobody trains"
-                )
-        for name, p in self._contents.params().items():
-            if id(p) not in theirs:
-                raise ValueError(
-                    f"{name} of the optimizer is not in the DistributedDataParallel module: nobody averages its "
-                    "gradients; give LocalSGD() the module the optimizer was made for"
-                )
-
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
     ) -> None:
@@ -409,48 +387,3 @@ class LocalSGD(OptimizerWrapper, Joinable):
             return found
         # Averaged gradients are finite nowhere if they are not finite somewhere.
         return self._gradient_mean.average(self._contents.params(), group, found=found)
-
-
-def check_delay(delay: int, every: Any) -> None:
-    """Raise unless an average lands before, or when, the next one begins."""
-    if isinstance(delay, bool) or not isinstance(delay, int):
-        raise TypeError(f"delay must be a number of steps, but got {delay!r}")
-    if delay < 0:
-        raise ValueError(f"delay must be at least 0 steps, but got {delay}")
-    periods = list(every) if isinstance(every, Mapping) else every
-    periods = [pair if isinstance(pair, int) else pair[0] for pair in periods] if isinstance(periods, list) else [every]
-    for period in periods:
-        if isinstance(period, int) and delay > period:
-            raise ValueError(
-                f"delay={delay} is longer than the {period} steps between averages, and only one can be under way; "
-                f"give a delay of at most {period}"
-            )
-
-
-def _check_module(opt: Any, module: Any) -> None:
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
-    if not isinstance(opt, Optimizer):
-        raise TypeError(f"opt must be a torch.optim.Optimizer, but got {type(opt).__name__}")
-    if isinstance(opt, OptimizerWrapper):
-        raise TypeError(f"opt averages replicas itself ({type(opt).__name__}); give the optimizer it wraps")
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is not None and any(isinstance(part, fsdp.FullyShardedDataParallel) for part in module.modules()):
-        raise TypeError(
-            "FullyShardedDataParallel (FSDP1) does not say which shard a rank holds; use "
-            "torch.distributed.fsdp.fully_shard (FSDP2)"
-        )
-
-
-def _find_subgroup(subgroup: Any, group: Any, sharded: bool) -> Any:
-    """Who averages gradients after warm-up, or None."""
-    if isinstance(subgroup, str):
-        if subgroup != "node":
-            raise ValueError(f"subgroup must be 'node', a process group or None, but got {subgroup!r}")
-        # A sharded module reduces its gradients itself, and its replicas hold other nodes' shards.
-        return None if sharded or dist.get_world_size(group) == 1 else node_group(group)
-    if subgroup is None:
-        return None
-    if dist.get_rank() not in members(subgroup):
-        raise ValueError(f"this rank ({dist.get_rank()}) is not in the subgroup it was given, {members(subgroup)}")
-    return subgroup if dist.get_world_size(subgroup) > 1 else None
