@@ -45,7 +45,7 @@ def link_report(result: dict[str, Any]) -> list[str]:
         lines.append("")
     lines += [
         "A launch's mean is the median over its rounds, its worst step the median of the rounds' slowest. Arms take "
-        "turns. Each rank has one thread on a machine of two cores, so that training, sending and the network share them."
+        "turns. Each rank has one thread on a machine of two cores: training, sending and the network share them."
     ]
     return lines
 
