@@ -164,6 +164,20 @@ def sharded_gradients_are_not_averaged_over_other_shards(rank, world):
 
 
 @scenario(2)
+def one_replica(rank, world):
+    """Sharded over all ranks there is nothing to average, and a warning says so."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    with pytest.warns(UserWarning, match="one replica and nothing to average"):
+        local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2)
+    loss(model, batch(0, rank)).backward()
+    local.step()
+    assert (local.steps, local.syncs) == (1, 0)
+
+
+@scenario(2)
 def overlap_before_and_after(rank, world):
     """Removed and made again, LocalSGD's gradients stay its own; made too late, overlap() is refused."""
     model = make()

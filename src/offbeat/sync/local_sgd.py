@@ -153,6 +153,12 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 "leave subgroup out"
             )
         self._group = replica_group(params, within) if sharded and group is None else within
+        if sharded and dist.get_world_size(self._group) == 1 < dist.get_world_size(within):
+            warnings.warn(
+                "the module is sharded over all ranks, so there is one replica and nothing to average; shard over a "
+                "mesh inside the node to have replicas between nodes",
+                stacklevel=2,
+            )
         self._subgroup = find_subgroup(subgroup, self._group, sharded)
         levels = make_levels(every, self._group, mesh)
         self._schedule = Schedule([level.period for level in levels], warmup)
