@@ -44,7 +44,7 @@ class Scenarios:
         """Run all scenarios of this number of ranks if they have not been run, and raise if this one failed."""
         if world not in self._done:
             self._done[world] = None  # what hangs is not tried again for every scenario
-            self._done[world] = run_ranks(_run_all, world, self._module, seconds=150)
+            self._done[world] = run_ranks(_run_all, world, self._module, seconds=300)
         assert self._done[world] is not None, "the processes failed; see the first test with as many ranks"
         for rank, results in enumerate(self._done[world]):
             assert results[name] == "", f"rank {rank}:\n{results[name]}"

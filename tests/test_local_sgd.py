@@ -20,7 +20,7 @@ import offbeat
 from tests.scenarios import Scenarios
 from tests.sync_reference import batch, everyone, flat, loss, make, simulate, write
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("local_sgd")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("local_sgd"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
 

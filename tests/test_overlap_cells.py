@@ -14,7 +14,8 @@ import torch
 from tests.overlap_loops import CELLS, OPTIMIZERS, Cell, train
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("overlap")]
+# All cells of a place are run when the first is asked for, which takes a while where others need the cores too.
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("overlap"), pytest.mark.timeout(420)]
 
 #: Where norms of shards are added up in another order than torch does it.
 TOLERANCE = 2e-6
@@ -48,7 +49,7 @@ def runs():
     def of(where: str) -> list[Any]:
         if where not in done:
             done[where] = []  # what fails or hangs is not tried again for every cell
-            done[where] = [all_cells(0, 1, where)] if where == "plain" else run_ranks(all_cells, 2, where, seconds=240)
+            done[where] = [all_cells(0, 1, where)] if where == "plain" else run_ranks(all_cells, 2, where, seconds=400)
         assert done[where], "the processes failed; see the first test of this place"
         return done[where]
 

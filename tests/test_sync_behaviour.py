@@ -24,7 +24,7 @@ from offbeat.sync.undo import Undo
 from tests.scenarios import Scenarios
 from tests.sync_reference import batch, everyone, flat, loss, make, simulate, write
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_behaviour")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_behaviour"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
 
@@ -58,7 +58,7 @@ def late_averages(rank, world):
     """The difference the average made is added some steps later; nothing that was learnt meanwhile is lost."""
     everybody = [list(range(world))]
     for every, delay in ((4, 1), (4, 3), (4, 4), (1, 1), (5, 2)):
-        for place in ("device", "cpu"):
+        for place in ("device", "cpu")[: 2 if delay == 3 else 1]:
             model = make()
             local = offbeat.LocalSGD(
                 sgd(model.parameters()), model, every=every, warmup=2, subgroup=None, delay=delay, snapshot=place
@@ -644,7 +644,7 @@ def save_load_go_on(rank, world):
         {"every": 3, "weighted": True},
         {"every": {2: 1, 4: 2}, "delay": 1},
     ):
-        for at in (2, 4, 5, 6, 9):
+        for at in (2, 5, 9):
             finals = []
             for stop in (False, True):
                 torch.manual_seed(0)

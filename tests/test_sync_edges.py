@@ -19,7 +19,7 @@ import offbeat
 from tests.scenarios import Scenarios
 from tests.sync_reference import batch, everyone, flat, loss, make
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_edges")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_edges"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
 

@@ -114,8 +114,7 @@ def load(rank: int, world: int, options: dict[str, Any], saved: Any, steps: int)
     return start, all(synced), flat(model), [v["step"].item() for v in local.state.values()]
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize(("world", "delay"), [(1, 2), (4, 0)])
 def test_another_number_of_ranks_goes_on_where_two_were(world, delay):
     options = {"every": 4, "warmup": 1, "delay": delay}
     saved = run_ranks(save, 2, options, 6 if delay == 0 else 7)  # after an average, or with one under way

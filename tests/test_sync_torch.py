@@ -19,7 +19,7 @@ import offbeat
 from tests.scenarios import Scenarios
 from tests.sync_reference import batch, everyone, flat, loss, make
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_torch")]
+pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_torch"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
 
@@ -80,8 +80,8 @@ def pair(world: int, optimizer: str, period: int, warmup: int) -> tuple[Side, Si
 
 @scenario(2, 4)
 def periodic(rank, world):
-    for optimizer in OPTIMIZERS:
-        for period, warmup in ((4, 3), (3, 0), (2, 5)):
+    for optimizer in OPTIMIZERS if world == 2 else ("sgd", "ours"):
+        for period, warmup in ((4, 3), (3, 0), (2, 5)) if world == 2 else ((4, 3),):
             agreed = compare(*pair(world, optimizer, period, warmup), range(14), rank, world)
             expected = [s < warmup or (s - warmup) % period == 0 for s in range(14)]
             assert agreed == expected
