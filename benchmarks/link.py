@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Host", "hosts", "sent_bytes"]
+__all__ = ["Host", "hosts", "run_on_both", "sent_bytes"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,23 @@ def hosts(rate: str = "1gbit") -> Iterator[tuple[Host, Host]]:
     finally:
         for host in ends:
             subprocess.run(["ip", "netns", "del", host.namespace], check=False, capture_output=True)
+
+
+def run_on_both(module: str, words: Callable[[Host], list[str]], rate: str, environment: dict[str, str]) -> Any:
+    """Run ``python -m module RANK ADDRESS ...`` on two hosts; returns what rank 0 printed last, as JSON."""
+    with hosts(rate) as ends:
+        processes = []
+        for rank, host in enumerate(ends):
+            command = host.command(sys.executable, "-m", module, str(rank), ends[0].address, *words(host))
+            settings = {**os.environ, **environment, "GLOO_SOCKET_IFNAME": host.interface}
+            processes.append(subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True))
+        try:
+            answer = processes[0].communicate(timeout=1800)[0]
+            processes[1].communicate(timeout=60)
+        finally:
+            for process in processes:
+                process.kill()
+    return json.loads(answer.strip().splitlines()[-1])
 
 
 def sent_bytes(interface: str) -> int:

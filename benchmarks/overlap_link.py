@@ -11,9 +11,7 @@ overlapped arm and the one without optimizer is taken off.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -23,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from benchmarks.link import hosts
+from benchmarks.link import run_on_both
 
 __all__ = ["MODELS", "link"]
 
@@ -99,22 +97,8 @@ def link(rate: str = "1gbit", rounds: int = 6, steps: int = 3) -> dict[str, Any]
     """Median milliseconds of each arm, for each model."""
     results = {}
     for name, (layers, width, cap) in MODELS.items():
-        with hosts(rate) as ends:
-            processes = []
-            for rank, host in enumerate(ends):
-                words = [sys.executable, "-m", "benchmarks.overlap_link", str(rank), ends[0].address]
-                words += [str(number) for number in (layers, width, cap, rounds, steps)]
-                environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface}
-                processes.append(
-                    subprocess.Popen(host.command(*words), env=environment, stdout=subprocess.PIPE, text=True)
-                )
-            try:
-                answer = processes[0].communicate(timeout=1200)[0]
-                processes[1].communicate(timeout=60)
-            finally:
-                for process in processes:
-                    process.kill()
-        measured = json.loads(answer.strip().splitlines()[-1])
+        numbers = [str(number) for number in (layers, width, cap, rounds, steps)]
+        measured = run_on_both("benchmarks.overlap_link", lambda host, words=numbers: words, rate, ENVIRONMENT)
         alone = measured["offbeat after"]["step_ms"]
         exposed = measured["offbeat overlap"]["ms"] - measured["no optimizer"]["ms"]
         measured["hidden"] = 1 - exposed / alone

@@ -9,9 +9,7 @@ of some periods each; the order changes from round to round.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
@@ -23,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 import offbeat
-from benchmarks.link import hosts, sent_bytes
+from benchmarks.link import run_on_both, sent_bytes
 from benchmarks.overlap_link import ENVIRONMENT
 
 __all__ = ["ARMS", "EVERY", "MODELS", "link"]
@@ -122,21 +120,10 @@ def link(rate: str = "1gbit", rounds: int = 8, launches: int = 3) -> dict[str, A
 
 
 def _launch(rate: str, model: tuple[int, int, int], rounds: int, periods: int) -> dict[str, Any]:
-    with hosts(rate) as ends:
-        processes = []
-        for rank, host in enumerate(ends):
-            words = [sys.executable, "-m", "benchmarks.sync_link", str(rank), ends[0].address, host.interface]
-            words += [str(number) for number in (*model, rounds, periods)]
-            environment = {**os.environ, **ENVIRONMENT, "GLOO_SOCKET_IFNAME": host.interface}
-            environment["LOCAL_WORLD_SIZE"] = "1"
-            processes.append(subprocess.Popen(host.command(*words), env=environment, stdout=subprocess.PIPE, text=True))
-        try:
-            answer = processes[0].communicate(timeout=1800)[0]
-            processes[1].communicate(timeout=60)
-        finally:
-            for process in processes:
-                process.kill()
-    found: dict[str, Any] = json.loads(answer.strip().splitlines()[-1])
+    numbers = [str(number) for number in (*model, rounds, periods)]
+    found: dict[str, Any] = run_on_both(
+        "benchmarks.sync_link", lambda host: [host.interface, *numbers], rate, {**ENVIRONMENT, "LOCAL_WORLD_SIZE": "1"}
+    )
     return found
 
 

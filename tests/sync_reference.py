@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["batch", "everyone", "flat", "loss", "make", "simulate", "write"]
+import offbeat
+
+__all__ = ["adamw", "batch", "close", "everyone", "flat", "loss", "make", "sgd", "simulate", "train", "write"]
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -37,6 +39,32 @@ def everyone(tensor: Tensor, group: Any = None) -> list[Tensor]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, tensor, group=group)
     return found
+
+
+def sgd(params: Any) -> Any:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adamw(params: Any) -> Any:
+    return offbeat.AdamW(params, lr=0.01)
+
+
+def train(module: nn.Module, optimizer: Any, steps: range, rank: int) -> list[Tensor]:
+    """The loop a user would write; returns parameters after every step."""
+    history = []
+    for step in steps:
+        loss(module, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(flat(module))
+    return history
+
+
+def close(ours: list[Tensor], theirs: list[list[Tensor]], rank: int) -> None:
+    """Whether a rank's parameters after every step are those of the simulation."""
+    assert len(ours) == len(theirs)
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(a, b[rank], rtol=1e-11, atol=1e-12, msg=lambda m, step=step: f"step {step}: {m}")
 
 
 def simulate(

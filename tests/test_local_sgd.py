@@ -18,19 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make, simulate, write
+from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("local_sgd"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
-
-
-def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def adamw(params: Any) -> Any:
-    return offbeat.AdamW(params, lr=0.01)
 
 
 @contextmanager
@@ -46,23 +38,6 @@ def nodes_of(size: int | None):
             os.environ.pop(key, None)
             if value is not None:
                 os.environ[key] = value
-
-
-def train(module: nn.Module, optimizer: Any, steps: range, rank: int) -> list[torch.Tensor]:
-    """Parameters after every step."""
-    history = []
-    for step in steps:
-        loss(module, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(flat(module))
-    return history
-
-
-def close(ours: list[torch.Tensor], theirs: list[list[torch.Tensor]], rank: int) -> None:
-    assert len(ours) == len(theirs)
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        torch.testing.assert_close(a, b[rank], rtol=1e-11, atol=1e-12, msg=lambda m, step=step: f"step {step}: {m}")
 
 
 def periodic(world: int, every: int, warmup: int) -> Any:

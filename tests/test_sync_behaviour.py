@@ -22,35 +22,11 @@ from torch.utils._pytree import tree_leaves
 import offbeat
 from offbeat.sync.undo import Undo
 from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make, simulate, write
+from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_behaviour"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
-
-
-def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def adamw(params: Any) -> Any:
-    return offbeat.AdamW(params, lr=0.01)
-
-
-def train(module: nn.Module, optimizer: Any, steps: range, rank: int) -> list[torch.Tensor]:
-    history = []
-    for step in steps:
-        loss(module, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        history.append(flat(module))
-    return history
-
-
-def close(ours: list[torch.Tensor], theirs: list[list[torch.Tensor]], rank: int) -> None:
-    assert len(ours) == len(theirs)
-    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        torch.testing.assert_close(a, b[rank], rtol=1e-11, atol=1e-12, msg=lambda m, step=step: f"step {step}: {m}")
 
 
 @scenario(2, 4)

@@ -17,26 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make
+from tests.sync_reference import batch, everyone, flat, loss, make, sgd
+from tests.sync_reference import train as reference_train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_edges"), pytest.mark.timeout(320)]
 
 scenario = Scenarios(__name__)
 
 
-def sgd(params: Any) -> Any:
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
 def train(module: nn.Module, optimizer: Any, steps: range, rank: int) -> list[bool]:
     """Returns after which steps ranks agreed."""
-    agreed = []
-    for step in steps:
-        loss(module, batch(step, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        agreed.append(torch.equal(*everyone(flat(module))))
-    return agreed
+    return [torch.equal(*everyone(one)) for one in reference_train(module, optimizer, steps, rank)]
 
 
 @scenario(2)
@@ -164,6 +155,43 @@ def sharded_gradients_are_not_averaged_over_other_shards(rank, world):
 
 
 @scenario(2)
+def the_inner_optimizer_by_itself(rank, world):
+    """Stepped without its wrapper it would never be averaged; with overlap its buckets are stepped all the same."""
+    model = make()
+    inner = sgd(model.parameters())
+    local = offbeat.LocalSGD(inner, model, every=2, subgroup=None)
+    loss(model, batch(0, rank)).backward()
+    before = flat(model)
+    with pytest.raises(RuntimeError, match="inside LocalSGD"):
+        inner.step()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with pytest.raises(RuntimeError, match="give LocalSGD to the scaler"):
+        scaler.step(inner)
+    assert torch.equal(flat(model), before)
+    local.step()
+    local.zero_grad()
+    del local
+    gc.collect()
+    loss(model, batch(1, rank)).backward()
+    inner.step()  # it is its own again
+    for library in (torch.optim, offbeat):
+        model = make()
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
+        inner = library.AdamW(model.parameters(), lr=0.01)
+        offbeat.overlap(inner, ddp)
+        local = offbeat.LocalSGD(inner, ddp, every=2, subgroup=None)
+        assert train(ddp, local, range(4), rank) == [True, False, True, False]
+
+
+@scenario(2)
+def the_module_inside_ddp(rank, world):
+    model = make()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(ValueError, match=r"give the DistributedDataParallel module to LocalSGD"):
+        offbeat.LocalSGD(sgd(model.parameters()), ddp.module)
+
+
+@scenario(2)
 def one_replica(rank, world):
     """Sharded over all ranks there is nothing to average, and a warning says so."""
     from torch.distributed.fsdp import fully_shard
@@ -214,6 +242,7 @@ def options_that_differ(rank, world):
         ({"every": 4 + rank}, "every"),
         ({"delay": rank}, "delay"),
         ({"state": ("keep", "reset")[rank]}, "state"),
+        ({"every": {2: 1, 4 + rank: 2}}, "every is not the same on every rank: 2: 1, 4: 2 on rank 0"),
     ):
         model = make()
         with pytest.raises(offbeat.Disagreement, match=words):

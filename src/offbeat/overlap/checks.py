@@ -19,7 +19,15 @@ from torch.utils.weak import WeakIdKeyDictionary
 from offbeat.overlap.clipping import MODES
 from offbeat.overlap.registry import is_registered
 
-__all__ = ["averaged_in_step", "check_module", "check_options", "check_parameters", "owners", "refuse_inside_ddp"]
+__all__ = [
+    "averaged_in_step",
+    "check_module",
+    "check_options",
+    "check_parameters",
+    "is_inside_ddp",
+    "owners",
+    "refuse_inside_ddp",
+]
 
 #: By parameter, a weak reference to the handle that overlaps it.
 owners: Any = WeakIdKeyDictionary()
@@ -127,14 +135,21 @@ def _check_parameter(p: Tensor, group: int, name: str | None, scaler: Any) -> No
         )
 
 
-def refuse_inside_ddp(params: Sequence[Tensor]) -> None:
-    """Raise if a DDP module somewhere in the program reduces one of these, which are taken for a plain module's."""
+def is_inside_ddp(params: Sequence[Tensor]) -> bool:
+    """Whether a DDP module somewhere in the program reduces one of these, which are taken for a plain module's."""
     if not (dist.is_available() and dist.is_initialized()):
-        return
+        return False
     ours = {id(p) for p in params}
-    for one in gc.get_objects():
-        if issubclass(type(one), DistributedDataParallel) and any(id(p) in ours for p in one.parameters()):
-            raise RuntimeError(
-                "overlapped parameters belong to a DistributedDataParallel module, which has not reduced their "
-                "gradients when they would be updated; give the DistributedDataParallel module to overlap() instead"
-            )
+    return any(
+        issubclass(type(one), DistributedDataParallel) and any(id(p) in ours for p in one.parameters())
+        for one in gc.get_objects()
+    )
+
+
+def refuse_inside_ddp(params: Sequence[Tensor]) -> None:
+    """Raise if a DDP module reduces one of these."""
+    if is_inside_ddp(params):
+        raise RuntimeError(
+            "overlapped parameters belong to a DistributedDataParallel module, which has not reduced their gradients "
+            "when they would be updated; give the DistributedDataParallel module to overlap() instead"
+        )

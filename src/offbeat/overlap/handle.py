@@ -134,6 +134,11 @@ class Overlap:
         """How gradients are unscaled, if they are."""
         return self._alive().scaling
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a bucket is being stepped at this moment."""
+        return self._core is not None and self._core.in_bucket
+
     def answer_for(self, wrapper: Optimizer) -> None:
         """Have the scaler take a wrapper around the optimizer for the optimizer."""
         scaling = self._alive().scaling

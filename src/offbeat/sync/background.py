@@ -115,7 +115,7 @@ class Flight:
                 if snapshot.device is not None:
                     taken.synchronize()
         home = next(iter(devices), torch.device("cpu"))
-        travelling = home if snapshot.device is None or _reduces(group, snapshot.device) is False else snapshot.device
+        travelling = home if snapshot.device is None or not _reduces(group, snapshot.device) else snapshot.device
         self._thread = threading.Thread(
             target=self._fly, args=(exchange, group, reach, travelling), name="offbeat-sync", daemon=True
         )
@@ -185,31 +185,21 @@ class Flight:
 
     @torch.no_grad()
     def _reduce(self, exchange: Exchange, group: Any, shares: Shares, device: torch.device) -> None:
-        late = {id(flat): late for _, late, flat in self._snapshot.flats}
         buckets: list[Bucket] = []
-        differences: list[bool] = []
-        for how, _, flat in self._snapshot.flats:
-            some = exchange.cut_for_background(Item("", flat, how), device)
-            buckets += some
-            differences += [late[id(flat)]] * len(some)
-        index = 0
+        as_difference: dict[int, bool] = {}
+        for how, late, flat in self._snapshot.flats:
+            for bucket in exchange.cut_for_background(Item("a snapshot", flat, how), device):
+                as_difference[id(bucket)] = late
+                buckets.append(bucket)
 
         def commit(bucket: Bucket, reduced: Tensor, last: bool) -> None:
-            nonlocal index
             (piece,) = bucket.pieces
-            if reduced.device != piece.device:
-                reduced = reduced.to(piece.device)
-            if differences[index]:
+            reduced = reduced.to(piece.device)
+            if as_difference[id(bucket)]:
                 torch.sub(reduced, piece, out=piece)
             else:
                 piece.copy_(reduced)
-            index += 1
 
-        if shares.nobody:
-            for _, is_late, flat in self._snapshot.flats:
-                if is_late:
-                    flat.zero_()
-            return
         exchange.reduce(buckets, group, shares, commit)
         for stream in self._streams.values():
             stream.synchronize()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from offbeat.sync.groups import members, node_group
 from offbeat.sync.wrapper import OptimizerWrapper
 
-__all__ = ["check_cover", "check_delay", "check_module", "find_subgroup"]
+__all__ = ["check_cover", "check_delay", "check_module", "find_subgroup", "in_words"]
 
 
 def check_delay(delay: int, every: Any) -> None:
@@ -48,6 +48,17 @@ def check_module(opt: Any, module: Any) -> None:
             "FullyShardedDataParallel (FSDP1) does not say which shard a rank holds; use "
             "torch.distributed.fsdp.fully_shard (FSDP2)"
         )
+
+
+def in_words(option: Any) -> str:
+    """An option as ranks can compare it: numbers and names as they are, functions and groups by what they are."""
+    if isinstance(option, Mapping):
+        return ", ".join(f"{in_words(key)}: {in_words(value)}" for key, value in option.items())
+    if isinstance(option, (list, tuple)):
+        return ", ".join(map(in_words, option))
+    if option is None or isinstance(option, (int, float, str)):
+        return str(option)
+    return f"function {getattr(option, '__name__', '')}" if callable(option) else type(option).__name__
 
 
 def find_subgroup(subgroup: Any, group: Any, sharded: bool) -> Any:

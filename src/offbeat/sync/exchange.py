@@ -93,6 +93,7 @@ class Exchange:
         Args:
             wait_for_all: commit nothing before everything is reduced; for no more buckets than there are slots.
         """
+        assert not shares.nobody, "a sum in which nobody counts is zero, and no mean"
         ranks = dist.get_world_size(group)
         on_the_way: deque[tuple[Bucket, Tensor, Any]] = deque()
         slots = Slots.COUNT if wait_for_all else 2

@@ -182,7 +182,6 @@ def replica_group(params: Sequence[Tensor], group: Any) -> Any:
     mesh: Any = meshes.pop()
     ranks, me = members(group), dist.get_rank()
     found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, (sorted(mesh.mesh.flatten().tolist()), mesh.get_coordinate()), group=group)
+    dist.all_gather_object(found, mesh.get_coordinate(), group=group)
     here = found[ranks.index(me)]
-    same = [rank for rank, (_, place) in zip(ranks, found, strict=True) if place == here[1]]
-    return _new(same, group)
+    return _new([rank for rank, place in zip(ranks, found, strict=True) if place == here], group)

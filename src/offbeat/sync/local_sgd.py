@@ -14,13 +14,13 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat.overlap.checks import averaged_in_step
+from offbeat.overlap.checks import averaged_in_step, is_inside_ddp
 from offbeat.overlap.handle import overlap_of
 from offbeat.sync.agreement import check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.averaging import Averaging
 from offbeat.sync.buckets import check_bucket_mb
-from offbeat.sync.checks import check_cover, check_delay, check_module, find_subgroup
+from offbeat.sync.checks import check_cover, check_delay, check_module, find_subgroup, in_words
 from offbeat.sync.contents import Contents
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.gradients import GradientMean
@@ -133,16 +133,16 @@ class LocalSGD(OptimizerWrapper, Joinable):
         within = whole(group)
         check_same_options(
             {
-                "every": every if isinstance(every, int) else "levels or a function",
-                "warmup": warmup if isinstance(warmup, int) else "a function",
+                "every": in_words(every),
+                "warmup": in_words(warmup),
                 "delay": delay,
-                "subgroup": subgroup if isinstance(subgroup, str) else "none" if subgroup is None else "a group",
+                "subgroup": in_words(subgroup),
                 "state": state,
                 "buffers": buffers,
                 "weighted": weighted,
                 "bucket_mb": bucket_mb,
                 "reduce_dtype": reduce_dtype,
-                "comm_hook": getattr(comm_hook, "__name__", comm_hook and "a hook"),
+                "comm_hook": in_words(comm_hook),
                 "DistributedDataParallel": isinstance(getattr(module, "_orig_mod", module), DistributedDataParallel),
             },
             within,
@@ -183,6 +183,9 @@ class LocalSGD(OptimizerWrapper, Joinable):
             attach(self, self._ddp, comm_hook, handle)
         else:
             self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
+        self._is_stepping = False
+        guard = opt.register_step_pre_hook(_Guard(self))
+        weakref.finalize(self, guard.remove).atexit = False
         self._introduce()
 
     @property
@@ -217,7 +220,11 @@ class LocalSGD(OptimizerWrapper, Joinable):
         with self._scaled_step():
             Join.notify_join_context(self)
             self._begin()
-            loss = self._step_inner(closure)
+            self._is_stepping = True
+            try:
+                loss = self._step_inner(closure)
+            finally:
+                self._is_stepping = False
             self._averaging.move()
             level = self._schedule.due()
             if level is not None:
@@ -347,6 +354,11 @@ class LocalSGD(OptimizerWrapper, Joinable):
             )
         if dist.get_world_size(self._group) == 1:
             return
+        if is_inside_ddp(list(self._contents.params().values())):
+            raise ValueError(
+                "parameters of this module belong to a DistributedDataParallel module, which would go on averaging "
+                "their gradients over all ranks at every step; give the DistributedDataParallel module to LocalSGD()"
+            )
         if handle is None:
             self._gradient_mean = GradientMean(bucket_bytes)
             self._gradient_mean.watch(self._contents.params())
@@ -393,3 +405,21 @@ class LocalSGD(OptimizerWrapper, Joinable):
             return found
         # Averaged gradients are finite nowhere if they are not finite somewhere.
         return self._gradient_mean.average(self._contents.params(), group, found=found)
+
+
+class _Guard:
+    """Before the inner optimizer's step: whoever calls it by itself would go without averages, and never know."""
+
+    def __init__(self, wrapper: LocalSGD) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper._is_stepping:
+            return
+        handle = overlap_of(optimizer)
+        if handle is None or not handle.is_stepping:
+            raise RuntimeError(
+                f"step() was called on the {type(optimizer).__name__} inside LocalSGD, and replicas would never be "
+                "averaged; call step() on LocalSGD (and give LocalSGD to the scaler), or delete LocalSGD first"
+            )

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Period", "Schedule", "check_period"]
-
-Period = "int | Callable[[int], int]"
+__all__ = ["Schedule", "check_period"]
 
 
 def check_period(period: Any, what: str) -> None:
