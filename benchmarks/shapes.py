@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SETS", "shapes_of"]
+__all__ = ["CUDA_SETS", "SETS", "shapes_of"]
 
 Shapes = list[tuple[int, ...]]
 
@@ -36,8 +36,16 @@ def gpt2(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: i
     return [(vocabulary, width), (context, width), *(block * layers), (width,), (width,)]
 
 
+def gpt_large() -> Shapes:
+    """292 tensors, 1.31 B parameters: 24 layers of width 2048."""
+    return gpt2(24, 2048)
+
+
 SETS = {"2000 x 4096": many_small, "ResNet-50": resnet50, "GPT-2": gpt2}
 
 
+CUDA_SETS = {"ResNet-50": resnet50, "GPT-2": gpt2, "1.3 B": gpt_large}
+
+
 def shapes_of(name: str) -> Shapes:
-    return SETS[name]()
+    return (SETS | CUDA_SETS)[name]()

@@ -1,9 +1,9 @@
 """Time, host time and memory of an optimizer step, side by side with torch's tiers in one run.
 
-    python benchmarks/step.py [--rules AdamW SGD] [--rounds 15] [--save]
+    python benchmarks/step.py [--device cuda] [--rules AdamW SGD] [--rounds 15] [--save]
 
 Arms take turns, step by step, so that a slow moment of the machine falls on all of them; each figure is a median.
-``--save`` writes benchmarks/results/step-cpu.md and .json.
+``--save`` writes benchmarks/results/step-cpu.md and .json, for a GPU step-cuda.md, .json and .png.
 """
 
 from __future__ import annotations
@@ -166,8 +166,33 @@ def report(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def on_cuda(options: argparse.Namespace) -> None:
+    from step_cuda import cuda_report, measure_cuda, plot
+
+    def keep(results: dict[str, Any]) -> None:
+        if options.save:
+            (options.results / "step-cuda.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    words = sys.argv[1:]
+    if "--results" in words:  # where it was written does not matter
+        at = words.index("--results")
+        words = words[:at] + words[at + 2 :]
+    command = "python benchmarks/step.py " + " ".join(words)
+    results = measure_cuda(command, options.rules, options.rounds, keep)
+    text = cuda_report(results)
+    print("\n" + text)
+    if options.save:
+        (options.results / "step-cuda.md").write_text(text)
+        try:
+            plot(results, options.results / "step-cuda.png")
+        except ImportError:
+            print("no plot: matplotlib is not installed")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder --save writes to")
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--rounds", type=int, default=11)
@@ -176,6 +201,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.measure_memory:
         measure_memory(*options.measure_memory)
+        return
+    if options.device == "cuda":
+        on_cuda(options)
         return
 
     def show(label: str, value: Callable[[], Any]) -> Any:

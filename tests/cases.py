@@ -118,4 +118,4 @@ def set_gradients(step: int, *sets: list[torch.Tensor], none_at: tuple[tuple[int
             value = torch.complex(value, torch.randn(first.shape, dtype=torch.float64, generator=generator))
         for params in sets:
             p = params[i]
-            p.grad = None if (step, i) in none_at else value.to(p.dtype).reshape(p.shape).clone()
+            p.grad = None if (step, i) in none_at else value.to(p.device, p.dtype).reshape(p.shape).clone()

@@ -28,6 +28,21 @@ def pytest_unconfigure(config):
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def pytest_sessionstart(session):
+    """Where there is no GPU Triton's own functions are made for its interpreter: that is decided at their import."""
+    if not torch.cuda.is_available():
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = "1"
+        try:
+            import triton.language  # noqa: F401
+        except ImportError:
+            pass
+        finally:
+            os.environ.pop("TRITON_INTERPRET")
+            if before is not None:
+                os.environ["TRITON_INTERPRET"] = before
+
+
 @pytest.fixture(autouse=True)
 def _deterministic():
     torch.manual_seed(0)

@@ -102,7 +102,7 @@ def test_a_rank_that_dies_ends_the_demo() -> None:
 
 @pytest.mark.ranks
 def test_an_interrupt_stops_every_process() -> None:
-    process = start("--steps", "100")
+    process = start("--steps", "300")  # more than it can have done when the interrupt comes
     assert process.stdout is not None
     for line in process.stdout:
         if " step " in line:  # training has begun

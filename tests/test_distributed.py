@@ -131,6 +131,46 @@ def test_no_operator_is_dispatched_on_distributed_tensors():
     assert run_ranks(count_dispatches, 2) == [0, 0]
 
 
+def change_distributed_tensors(rank: int, world: int) -> list[bool]:
+    """Between steps gradients and shards are replaced by others; returns whether each step went by the tables."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    whole = [torch.randn(8, 3), torch.randn(6)]
+    ours, twins = ([distribute_tensor(w, mesh, [Shard(0)]).requires_grad_() for w in whole] for _ in range(2))
+    a, b = offbeat.AdamW(ours, lr=0.1), offbeat.AdamW(twins, lr=0.1, foreach=False)
+    used = []
+    for step in range(9):
+        torch.manual_seed(step + 1)
+        gradients = [torch.randn(w.shape) for w in whole]
+        for params in (ours, twins):
+            for p, g in zip(params, gradients, strict=True):
+                p.grad = distribute_tensor(g, mesh, [Replicate() if step == 4 else Shard(0)])
+        if step == 2:
+            ours[1].grad = twins[1].grad = None
+        if step == 6:
+            for params in (ours, twins):
+                params[0]._local_tensor = params[0]._local_tensor.clone()
+        work = [(a.param_groups[0], a.param_groups[0]["params"], None)]
+        plan = a._plan_of(*work[0][:2], None)
+        used.append(
+            plan is not None and plan.prepare(a._settings.of(work[0][0]), work[0][1], None, a.state) is not None
+        )
+        a.step()
+        b.step()
+        for p, q in zip(ours, twins, strict=True):
+            torch.testing.assert_close(p.full_tensor(), q.full_tensor(), rtol=3e-6, atol=3e-6)
+    return used
+
+
+def test_tables_of_distributed_tensors():
+    # Not at the first, not with gradients cut otherwise, nor at the step after them, nor with another shard.
+    wanted = [False, True, True, True, False, False, False, True, True]
+    assert run_ranks(change_distributed_tensors, 2) == [wanted, wanted]
+
+
 def train_replicated(rank: int, world: int) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))

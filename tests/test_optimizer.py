@@ -23,7 +23,7 @@ def test_signature_is_torchs_plus_fused(case):
     """Names, order, defaults and what may be given by position."""
     ours = inspect.signature(case.ours).parameters
     theirs = {k: v for k, v in inspect.signature(case.theirs.__init__).parameters.items() if k != "self"}
-    assert set(ours) - {"fused"} == set(theirs) - {"fused"}
+    assert set(ours) - {"fused", "state_dtype", "rounding"} == set(theirs) - {"fused"}
     for name, parameter in theirs.items():
         assert ours[name].default == parameter.default, name
         assert ours[name].kind == parameter.kind, name

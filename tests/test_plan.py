@@ -195,7 +195,7 @@ def test_a_plan_is_used_when_nothing_changes(monkeypatch):
     optimizer = offbeat.AdamW(params)
     used = []
     real = plan_module.PlannedUpdate.run
-    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self: (used.append(1), real(self)))
+    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
     for step in range(6):
         set_gradients(step, params, none_at=((3, 1), (4, 4)))
         optimizer.step()

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from offbeat.optim.checkpoint import loaded, packed
+from offbeat.optim.extras import NOTHING, Extras, by_hand, fitting
 from offbeat.optim.gradients import local
 from offbeat.optim.native import NativePlan, NativeUpdate
 from offbeat.optim.plan import Plan, PlannedUpdate, make_plan
+from offbeat.optim.precision import check_precision, formats, kept_slots
 from offbeat.optim.settings import SettingsCache, hyperparameters
 from offbeat.optim.signature import describe, signature
 from offbeat.optim.state import State, mark_unbegun, new_state
 from offbeat.optim.update import Update, prepare, program_for
-from offbeat.rules.rule import FLAGS, Rule, Slot
-from offbeat.tiers.choice import Choice, choose
+from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
+from offbeat.tiers.choice import Choice, choose, is_capturing
 
 __all__ = ["RuleOptimizer"]
 
@@ -56,9 +60,10 @@ class RuleOptimizer(Optimizer):
         options = {name: value for name, value in bound.arguments.items() if name != "params"}
         defaults = {**{name: FLAGS[name] for name in FLAGS}, **options, **self.rule.fixed}
         self.rule.validate(defaults)
-        _check_flags(defaults)
+        _check_flags(self.rule, defaults)
         # "capturable" stays out of the groups where torch.optim has no such option.
-        super().__init__(params, {name: defaults[name] for name in defaults if name in self._options()})
+        used = {name for name in PRECISION if defaults.get(name) is not None} | self._options()
+        super().__init__(params, {name: defaults[name] for name in defaults if name in used})
         self._plans: dict[int, Plan | NativePlan] = {}
         self._settings = SettingsCache(self.rule)
         self._own_state()
@@ -76,25 +81,57 @@ class RuleOptimizer(Optimizer):
         if isinstance(param_group, dict):
             options = {**FLAGS, **self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
             self.rule.validate(options)
-            _check_flags(options)
+            _check_flags(self.rule, options)
         super().add_param_group(param_group)
         if hasattr(self, "_plans") and self.rule.eager_state:
             self.init_state()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, clip: Tensor | float | None = None, zero_grad: bool = False
+    ) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: re-evaluates the model and returns the loss, with gradients enabled.
+            clip: a number gradients are multiplied by for this update, such as the coefficient of
+                :func:`torch.nn.utils.clip_grad_norm_`; a tensor on the parameters' device is not waited for. The
+                gradients themselves stay as they are. The fused tier on a GPU does it in the same pass over memory,
+                others make a copy of the gradients.
+            zero_grad: whether gradients are zero afterwards; in the same pass on a GPU.
 
         Returns:
             What the closure returned, or None.
         """
-        return self._step(closure)
+        if torch.compiler.is_compiling():
+            return self._step_untraced(closure, clip, zero_grad)
+        return self._step(closure, clip, zero_grad)
 
     # A step is a few calls into kernels that are compiled already: tracing it would bring nothing.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step_untraced(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
+        return self._step(closure, clip, zero_grad)
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """As torch's, which calls hooks and marks the step for a profiler; it is left out where there is neither."""
+        watched = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if (
+                self._optimizer_step_pre_hooks
+                or self._optimizer_step_post_hooks
+                or _global_optimizer_pre_hooks
+                or _global_optimizer_post_hooks
+                or torch._C._autograd._profiler_enabled()
+                or torch.compiler.is_compiling()
+            ):
+                return watched(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return step
+
+    def _step(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
@@ -103,28 +140,51 @@ class RuleOptimizer(Optimizer):
         if self._nothing_left:
             self._nothing_left = False
         else:
-            self._apply([(group, group["params"], None) for group in self.param_groups])
+            work = [(group, group["params"], None) for group in self.param_groups]
+            self._apply(work, extras=self._extras(clip, zero_grad))
         return loss
 
+    def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
+        """What to do with gradients, with what a GradScaler says where ``fused=True`` lets it."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if clip is None and scale is None and found_inf is None and not zero_grad:
+            return NOTHING
+        if clip is not None and not isinstance(clip, Tensor):
+            first = next(p for group in self.param_groups for p in group["params"])
+            clip = torch.full((), clip, dtype=torch.float32, device=first.device)
+        if clip is not None and clip.numel() != 1:
+            raise ValueError(f"clip must be one number, but it is of shape {tuple(clip.shape)}")
+        return Extras(scale, found_inf, clip, zero_grad)
+
     def _accelerator_graph_capture_health_check(self) -> None:
-        if "capturable" in self.defaults:
+        if "capturable" not in self.defaults:
+            return
+        # torch's check takes its time to find out that there is nothing to find.
+        if any(group["capturable"] for group in self.param_groups) or is_capturing() or _uses_xpu():
             super()._accelerator_graph_capture_health_check()
 
-    def _apply(self, work: Sequence[Work], part_plans: PartPlans | None = None) -> None:
+    def _apply(self, work: Sequence[Work], part_plans: PartPlans | None = None, extras: Extras | None = None) -> None:
         """Update these parameters of these groups: all of ``work`` is checked before any of it is done.
 
         Whoever updates the same parts of groups again and again owns a dictionary ``part_plans`` for their tables.
         """
+        extras = self._extras(None, False) if extras is None else extras
+        if extras is NOTHING and self._apply_by_plans(work, part_plans):
+            return
         with torch.set_grad_enabled(bool(self.defaults["differentiable"])):
             self._own_state()
-            if not self._unscale(work):
-                return
             again: list[Work] = []
             updates = [self._prepare(*item, again, part_plans) for item in work]
+            at_hand = fitting(extras, work) if extras else NOTHING
+            if extras and (again or at_hand is None or not all(update.takes(at_hand) for update in updates)):
+                with by_hand(extras, work) as changed:
+                    if changed is not None:
+                        self._apply(changed, part_plans, NOTHING)
+                return
             for update in updates:
                 update.commit()
             for update in updates:
-                update.run()
+                update.run(at_hand or NOTHING)
             for (group, params, _), update in zip(work, updates, strict=True):
                 if isinstance(update, Update):
                     self._remember(group, params, update, part_plans)
@@ -132,6 +192,27 @@ class RuleOptimizer(Optimizer):
                 update = self._prepare(*item, [])
                 update.commit()
                 update.run()
+
+    def _apply_by_plans(self, work: Sequence[Work], part_plans: PartPlans | None) -> bool:
+        """The short way, where nothing has changed since the step before; False if something has."""
+        state = self._own_state()
+        updates = []
+        for group, params, grads in work:
+            plan = self._plan_of(group, params, part_plans)
+            update = plan.prepare(self._settings.of(group), params, grads, state) if plan is not None else None
+            if update is None:
+                return False
+            updates.append(update)
+        for update in updates:
+            update.run(NOTHING)
+        return True
+
+    def _plan_of(
+        self, group: dict[str, Any], params: Sequence[Tensor], part_plans: PartPlans | None
+    ) -> Plan | NativePlan | None:
+        if params is group["params"]:
+            return self._plans.get(id(group))
+        return part_plans.get(tuple(map(id, params))) if part_plans else None
 
     def _prepare(
         self,
@@ -143,10 +224,7 @@ class RuleOptimizer(Optimizer):
     ) -> Update | PlannedUpdate | NativeUpdate:
         """Check the work and get it ready; what must wait until it is done goes to ``again``."""
         settings = self._settings.of(group)
-        if params is group["params"]:
-            plan = self._plans.get(id(group))
-        else:
-            plan = part_plans.get(tuple(map(id, params))) if part_plans else None
+        plan = self._plan_of(group, params, part_plans)
         planned = plan.prepare(settings, params, grads, self._own_state()) if plan is not None else None
         if planned is not None:
             return planned
@@ -184,18 +262,6 @@ class RuleOptimizer(Optimizer):
         else:
             self._plans[id(group)] = plan
 
-    def _unscale(self, work: Sequence[Work]) -> bool:
-        """What GradScaler asks of ``fused=True``: divide by the scale, and say whether the step may happen."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.item():
-            return False
-        if scale is not None:
-            for item in work:  # what would fail must fail before the gradients are divided
-                self._prepare(*item, [])
-            gradients = [[p.grad for p in params] if grads is None else grads for _, params, grads in work]
-            torch._foreach_div_([local(g) for group in gradients for g in group if g is not None], scale.item())
-        return True
-
     def init_state(self) -> None:
         """Allocate all state now, for parameters with and without a gradient, changing nothing else.
 
@@ -206,10 +272,11 @@ class RuleOptimizer(Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 h = hyperparameters({**FLAGS, **group})
-                slots = self.rule.slots(h)
+                slots = kept_slots(self.rule, h)
+                counts = any(slot.key == "step" for slot in slots)
                 _, created = new_state(slots, h, group["params"], state)
                 for p, key, value in created:
-                    if self.rule.first_step_differs(h):
+                    if self.rule.first_step_differs(h) and not counts:
                         mark_unbegun(value)
                     state[p][key] = value
 
@@ -221,17 +288,24 @@ class RuleOptimizer(Optimizer):
         found = []
         for group in self.param_groups:
             h = hyperparameters({**FLAGS, **group})
-            slots = [slot.key for slot in self.rule.slots(h) if not slot.scalar]
-            program = None if h.capturable or h.differentiable else program_for(self.rule, h)
+            kept = kept_slots(self.rule, h)
+            slots = {slot.key: slot for slot in kept if not slot.scalar and slot.form != "scales"}
+            form = formats(h, kept)
+            program = None if h.differentiable else program_for(self.rule, h)
             choices: dict[Choice, None] = {}
             for p in group["params"]:
                 like = [local(p).detach()]
                 like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
                 state = self.state.get(p) or {}
-                like += [like[0], *(local(state[k]) if isinstance(state.get(k), Tensor) else like[0] for k in slots)]
+                for key, slot in slots.items():
+                    if isinstance(state.get(key), Tensor):
+                        like.append(local(state[key]))
+                    else:
+                        like.append(like[0] if slot.dtype is None else torch.empty_like(like[0], dtype=slot.dtype))
+                like.insert(1, like[0])
                 like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
                 try:
-                    choices[choose(self.rule, h, program, like)] = None
+                    choices[choose(self.rule, h, program, like, form)] = None
                 except RuntimeError as error:
                     choices[Choice("none", str(error))] = None
             merged = list(choices) or [Choice("none", "the group has no parameters")]
@@ -270,7 +344,7 @@ class RuleOptimizer(Optimizer):
             post(self)
 
     def _slots(self, group: dict[str, Any]) -> tuple[Slot, ...]:
-        return self.rule.slots(hyperparameters({**FLAGS, **self.defaults, **group}))
+        return kept_slots(self.rule, hyperparameters({**FLAGS, **self.defaults, **group}))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -291,6 +365,10 @@ class RuleOptimizer(Optimizer):
         return text.removesuffix(")") + "\n".join(lines) + "\n)"
 
 
+def _uses_xpu() -> bool:
+    return bool(torch.xpu.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor | None]]]:
     """Lists without repeats: torch.optim updates a parameter that stands in a group twice, two times in a row."""
     layers: list[tuple[list[Tensor], list[Tensor | None]]] = []
@@ -304,7 +382,8 @@ def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tu
     return layers
 
 
-def _check_flags(options: dict[str, Any]) -> None:
+def _check_flags(rule: Rule, options: dict[str, Any]) -> None:
+    check_precision(rule, options)
     if options["fused"] and options["differentiable"]:
         raise RuntimeError("`fused` does not support `differentiable`; leave one of them out")
     if options["fused"] and options["foreach"]:

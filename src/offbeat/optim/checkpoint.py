@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.optim.gradients import is_dtensor, local
+from offbeat.optim.precision import converted
 from offbeat.optim.scalars import new_scalars, scalar_dtype
 from offbeat.optim.state import State
-from offbeat.rules.rule import Slot, Values
+from offbeat.rules.rule import PRECISION, Slot, Values
 
 __all__ = ["loaded", "packed"]
 
@@ -58,13 +59,21 @@ def loaded(
     state, new_groups = State(), []
     for mine, theirs in zip(groups, saved, strict=True):
         fresh_group = {**theirs, "params": mine["params"]}
+        for name in PRECISION:  # how numbers are stored is this optimizer's affair; they are converted
+            fresh_group.pop(name, None)
+            if name in mine:
+                fresh_group[name] = mine[name]
         if "param_names" in mine and ("param_names" not in theirs or source.by_name):
             fresh_group["param_names"] = mine["param_names"]
         new_groups.append(fresh_group)
-        scalars = {slot.key for slot in slots(fresh_group) if slot.scalar}
-        tensors = {slot.key for slot in slots(fresh_group) if not slot.scalar}
+        kept = slots(fresh_group)
+        scalars = {slot.key for slot in kept if slot.scalar}
+        tensors = {slot.key for slot in kept if not slot.scalar and slot.form != "scales"}
+        was, now = theirs.get("state_dtype"), fresh_group.get("state_dtype")
         for p in mine["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
+            if entry and (was is not None or any(fresh_group.get(name) is not None for name in PRECISION)):
+                entry = converted(entry, p, kept, was, now)
             if entry:
                 _check_kind(entry, scalars, tensors)
             if entry is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["check_gradient", "is_dtensor", "local", "local_gradient", "local_parts"]
+__all__ = ["check_gradient", "is_dtensor", "local", "local_gradient"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -68,16 +67,3 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             meaning = "with fused=True does not support sparse gradients; leave fused out for this group"
         if meaning not in ("rows", "dense"):
             raise RuntimeError(f"{rule.name} {meaning}")
-
-
-def local_parts(params: Sequence[Any], grads: Sequence[Any] | None) -> tuple[list[Tensor], list[Tensor | None]] | None:
-    """The local parts of distributed parameters and gradients, or None where they are not cut alike."""
-    local: list[Tensor | None] = []
-    for p, g in zip(params, [p.grad for p in params] if grads is None else grads, strict=True):
-        if g is None:
-            local.append(None)
-        elif type(g) is Tensor or getattr(g, "_spec", None) is None or g._spec.placements != p._spec.placements:
-            return None
-        else:
-            local.append(g._local_tensor)
-    return [p._local_tensor for p in params], local

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from offbeat.optim.gradients import is_dtensor, local, local_gradient
+from offbeat.optim.precision import check_compact, is_compact
 from offbeat.tiers.choice import Choice
+from offbeat.tiers.codec import scales_for
 from offbeat.tiers.layout import match_layout
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ class Member:
     distributed: bool
     rows: tuple[Tensor, ...] | None = None  # the rows a sparse gradient touches
     choice: Choice = _SPARSE
+    on_device: bool = False  # the numbers of its update stay on the device
+    scales: list[Tensor] = field(default_factory=list)  # of state in 8 bits
 
 
 def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fresh: bool) -> Member:
@@ -49,6 +53,8 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
             "pass parameters that are not leaves, such as p.clone()"
         )
     distributed = type(p) not in _PLAIN and is_dtensor(p)
+    if is_compact(h):
+        check_compact(h, p, distributed, sparse=g.layout != torch.strided)
     gradient = local_gradient(p, g) if distributed else g
     columns = [p, gradient, *(_dense(update, p, key, entry[key]) for key in update.tensor_keys)]
     if distributed:
@@ -68,7 +74,14 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
         columns = [torch.view_as_real(t.resolve_conj()) for t in columns]
     own = [local(p), local(g)] if distributed else [p, g]
     simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
-    return Member(p, columns, scalars, fresh, simple, distributed, rows)
+    scales = [entry[key] for key in update.scale_keys]
+    for key, t in zip(update.scale_keys, scales, strict=True):
+        if t.shape != (scales_for(p.numel()),) or t.device != p.device or not t.is_contiguous():
+            raise RuntimeError(
+                f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter needs "
+                f"{scales_for(p.numel())} scales on {p.device}; remove optimizer.state[p], or load it again"
+            )
+    return Member(p, columns, scalars, fresh, simple, distributed, rows, scales=scales)
 
 
 def _dense(update: Update, p: Tensor, key: str, t: Tensor) -> Tensor:

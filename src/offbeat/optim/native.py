@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from offbeat.optim.gradients import local_parts
+from offbeat.optim.extras import NOTHING, Extras
 from offbeat.optim.scalars import Scalars
 from offbeat.optim.settings import Settings, kernel_shape
 from offbeat.optim.state import State
 from offbeat.optim.update import Update
 from offbeat.rules.rule import Rule, Values
-from offbeat.tiers.addresses import AddressBook
+from offbeat.tiers.addresses import AddressBook, unwrap
 
 __all__ = ["NativePlan", "NativeUpdate", "make_native_plan"]
 
@@ -50,7 +50,7 @@ class NativePlan:
             return None
         given = [p.grad for p in params] if grads is None else list(grads)
         if self.distributed:
-            unwrapped = local_parts(params, given)
+            unwrapped = unwrap(params, given)
             if unwrapped is None or not all(map(is_, unwrapped[0], self.shards)):
                 return None
             given = unwrapped[1]
@@ -69,7 +69,11 @@ class NativeUpdate:
     def commit(self) -> None:
         """There is no new state."""
 
-    def run(self) -> None:
+    def takes(self, extras: Extras) -> bool:
+        """Whether :meth:`run` can do this in the same pass."""
+        return not extras
+
+    def run(self, extras: Extras = NOTHING) -> None:
         """Change the parameters and their state."""
         plan = self.plan
         for counter in plan.counters.values():

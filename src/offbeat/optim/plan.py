@@ -9,44 +9,75 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from offbeat.optim.gradients import local_parts
+from offbeat.optim.device import DeviceCounters, DeviceRun
+from offbeat.optim.extras import NOTHING, Extras
 from offbeat.optim.native import NativePlan, make_native_plan
-from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
-from offbeat.optim.settings import Settings, kernel_shape
+from offbeat.optim.scalars import Ahead, Scalars, move_on
+from offbeat.optim.settings import Settings, kernel_shape, on_host
 from offbeat.optim.state import State
-from offbeat.optim.update import Update
-from offbeat.rules.rule import Rule
+from offbeat.optim.update import Update, program_for
+from offbeat.rules.rule import Rule, Values
 from offbeat.tiers.addresses import AddressBook
-from offbeat.tiers.fused import cpu_kernel
+from offbeat.tiers.choice import is_capturing, uses_triton
+from offbeat.tiers.fused import CpuKernel, cpu_kernel
 from offbeat.tiers.layout import compute_dtype
 
 __all__ = ["Plan", "PlannedUpdate", "make_plan"]
 
 
 class _Table:
-    """The members of one kernel call: tensors of one combination of dtypes."""
+    """The members of one kernel call: tensors of one device and one combination of dtypes."""
 
     def __init__(self, update: Update, index: list[int], positions: list[int]) -> None:
-        assert update.program is not None
         members = [update.members[i] for i in index]
         self.positions = positions  # in the group's list of parameters
         self.params = [m.param for m in members]
         self.shards = [m.columns[0] for m in members]  # the parameters themselves unless they are distributed
         state = [[m.columns[c] for m in members] for c in range(2, len(members[0].columns))]
         self.counters = [Scalars([m.scalars[i] for m in members]) for i in range(len(update.scalar_keys))]
-        self.book = AddressBook([self.shards, *state], [counter.tensors for counter in self.counters])
-        self.program = update.program
-        dtypes = tuple(t.dtype for t in members[0].columns)
-        self.kernel = cpu_kernel(update.program, dtypes, compute_dtype(members[0].columns))
+        wrappers = self.params if members[0].distributed else None
+        scales = [[m.scales[i] for m in members] for i in range(len(update.scale_keys))]
+        pinned = [*(counter.tensors for counter in self.counters), *scales]
+        self.book = AddressBook([self.shards, *state], pinned, wrappers)
         self.numel = array("q", [p.numel() for p in self.shards])
         self.elements = sum(self.numel)
+        self.ahead = Ahead()
         self.same_row = array("q", bytes(8 * len(members)))
+        self.on_device = members[0].on_device  # where coefficients are worked out
+        self.program = program_for(update.rule, update.h, on_device=self.on_device)
+        dtypes, compute = tuple(t.dtype for t in members[0].columns), compute_dtype(members[0].columns)
+        device = self.shards[0].device
+        self.kernel: CpuKernel | None = None
+        self.device_run: DeviceRun | None = None
+        if uses_triton(members[0].choice, device):
+            made_of = DeviceCounters(update.rule, update.slots, self.counters, False) if self.on_device else None
+            self.device_run = DeviceRun(
+                self.program, dtypes, compute, self.numel, device, made_of, update.h, update.form, scales
+            )
+        else:
+            self.kernel = cpu_kernel(self.program, dtypes, compute)
+
+    def active(self, count: int) -> list[int] | None:
+        """Who of the members has a gradient, by the addresses read last; None if all have."""
+        if count == len(self.params):
+            return None
+        return [i for i, address in enumerate(self.book.tables[1]) if address]
+
+    def launch(self, active: list[int] | None, rows: Sequence[int] | None, coefficients: Any, extras: Extras) -> None:
+        """Update those who have a gradient, with coefficients from the host."""
+        which = None if rows is None else array("q", rows)
+        if self.device_run is not None:
+            self.device_run.with_numbers(self.book.tables, which, coefficients, extras)
+            return
+        assert self.kernel is not None
+        elements = self.elements if active is None else sum(self.numel[i] for i in active)
+        flat = array("d", [row[name] for row in coefficients for name in self.program.coefficients])
+        self.kernel(self.book.tables, self.numel, self.same_row if which is None else which, flat, elements)
 
 
 class Plan:
@@ -58,13 +89,17 @@ class Plan:
         self.state = state
         self.clock = state.clock[0]
         self.shape = kernel_shape(rule, update.h)
+        self._seen: Settings | None = None
         self.tables = tables
+        self.slots = update.slots
         self.scalar_keys = update.scalar_keys
         self.late = any(slot.late for slot in update.slots)
-        self.distributed = update.members[0].distributed
         self.whole = len(tables) == 1 and tables[0].positions == list(range(self.size))
         planned = {i for table in tables for i in table.positions}
         self.outside = [i for i in range(self.size) if i not in planned]
+        self.capturable = bool(update.h.capturable)
+        if self.capturable:
+            state.kept.append(self)  # a captured graph needs its tables for as long as it needs the state
 
     def prepare(
         self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
@@ -72,55 +107,79 @@ class Plan:
         """The step for these gradients (None: those in ``.grad``), or None if the plan does not fit any more."""
         if self.state is not state or self.clock != state.clock[0] or len(params) != self.size:
             return None
-        h = settings.h
-        if self.shape != settings.shape:
+        if settings is not self._seen:
+            if self.shape != settings.shape:
+                return None
+            self._seen = settings
+        if self.outside and any((params[i].grad if grads is None else grads[i]) is not None for i in self.outside):
             return None
-        if any((params[i].grad if grads is None else grads[i]) is not None for i in self.outside):
-            return None
-        parts = []
+        capturing = self.capturable and is_capturing()
+        parts: list[tuple[_Table, int, Any]] = []
         for table in self.tables:
             mine = params if self.whole else [params[i] for i in table.positions]
             given = grads if self.whole or grads is None else [grads[i] for i in table.positions]
-            if self.distributed:
-                unwrapped = local_parts(mine, given)
-                if unwrapped is None or not all(map(is_, mine, table.params)):
-                    return None
-                mine, given = unwrapped
             count = table.book.read(mine, given)
             if count is None:
                 return None
+            if table.on_device:
+                assert table.device_run is not None
+                if capturing and (count < len(table.params) or not table.device_run.table.can_freeze):
+                    return None
+                parts.append((table, count, None))
+                continue
             # A counter wound back to 0 begins anew, and what depends on that is not in the tables.
             if self.late and 0.0 in table.counters[self.scalar_keys.index("step")].read():
                 return None
-            parts.append((table, count, coefficient_rows(self.rule, h, self.scalar_keys, table.counters, None)))
-        return PlannedUpdate(self, parts)
+            h = on_host(settings.h) if settings.has_tensors else settings.h
+            parts.append((table, count, table.ahead.rows(self.rule, h, self.scalar_keys, table.counters)))
+        return PlannedUpdate(self, settings.h, parts, capturing)
 
 
 class PlannedUpdate:
     """A step by a plan; the fast counterpart of :class:`~offbeat.optim.update.Update`."""
 
-    def __init__(self, plan: Plan, parts: list[tuple[_Table, int, Any]]) -> None:
-        self.plan, self.parts = plan, parts
+    def __init__(self, plan: Plan, h: Values, parts: list[tuple[_Table, int, Any]], capturing: bool) -> None:
+        self.plan, self.h, self.parts, self.capturing = plan, h, parts, capturing
 
     def commit(self) -> None:
         """There is no new state."""
 
-    def run(self) -> None:
+    def takes(self, extras: Extras) -> bool:
+        """Whether :meth:`run` can do this in the same pass."""
+        for table, _, numbers in self.parts:
+            run = table.device_run
+            if run is None or (extras.found_inf is not None and table.counters and not table.on_device):
+                return False
+            by_row = table.on_device or run.compute != torch.float32 or len(numbers[1]) > 1
+            if not run.can_compile(extras.variant(by_row=by_row)):
+                return False
+        return True
+
+    def run(self, extras: Extras = NOTHING) -> None:
         """Change the parameters and their state."""
-        for table, count, (rows, coefficients, advanced) in self.parts:
+        for table, count, numbers in self.parts:
             if not count:
                 continue
-            active, elements = None, table.elements
-            if count < len(table.params):
-                active = [i for i, address in enumerate(table.book.tables[1]) if address]
-                elements = sum(table.numel[i] for i in active)
-            flat = array("d", [row[name] for row in coefficients for name in table.program.coefficients])
-            which = table.same_row if rows is None else array("q", rows)
+            active = table.active(count)
+            if numbers is None:
+                self._run_on_device(table, extras)
+            else:
+                # What the device does not wait for comes after the launch.
+                rows, coefficients, advanced = numbers
+                table.launch(active, rows, coefficients, extras)
+                move_on(self.plan.scalar_keys, table.counters, rows, advanced, active)
+                if table.device_run is not None:
+                    table.ahead.work_out(self.plan.rule, self.h, self.plan.scalar_keys, table.counters)
+            # The kernel writes behind autograd's back; this is how autograd learns of it.
             table.book.bump(active)
-            if self.plan.distributed:
-                increment_version(table.params if active is None else [table.params[i] for i in active])
-            table.kernel(table.book.tables, table.numel, which, flat, elements)
-            move_on(self.plan.scalar_keys, table.counters, rows, advanced, active)
+
+    @torch.no_grad()
+    def _run_on_device(self, table: _Table, extras: Extras) -> None:
+        run = table.device_run
+        assert run is not None
+        if self.plan.capturable and not self.capturing:
+            run.table.prepare_captures()
+        run.with_counters(table.book.tables, self.h, extras, capturing=self.capturing)
 
 
 def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | NativePlan | None:
@@ -137,6 +196,7 @@ def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update
         return None
     batches: dict[Any, list[int]] = {}
     for i, member in enumerate(members):
-        batches.setdefault(tuple(t.dtype for t in member.columns), []).append(i)
+        kind = (member.columns[0].device, member.on_device, tuple(t.dtype for t in member.columns))
+        batches.setdefault(kind, []).append(i)
     tables = [_Table(update, index, [position[id(members[i].param)] for i in index]) for index in batches.values()]
     return Plan(rule, len(params), state, update, tables)

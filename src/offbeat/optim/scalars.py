@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offbeat.optim.precision import is_compact
 from offbeat.rules.rule import Rule, Values
 
 __all__ = ["Scalars", "coefficient_rows", "move_on", "new_scalars", "scalar_dtype"]
@@ -36,6 +38,28 @@ class Scalars:
         if self.line is not None:
             return self.line.tolist()
         return [t.item() for t in self.tensors]
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether :meth:`raw` works: they lie side by side, in the host's memory."""
+        return self.line is not None and self.line.device.type == "cpu"
+
+    def raw(self) -> bytes:
+        """The bytes of all values."""
+        assert self.line is not None
+        return ctypes.string_at(self.line.data_ptr(), self.line.nbytes)
+
+    def vector(self) -> Tensor:
+        """All values as one tensor, where they are stored; not to be written to."""
+        return self.line if self.line is not None else torch.stack([t.reshape(()) for t in self.tensors])
+
+    def assign(self, values: Tensor) -> None:
+        """Set all, from a tensor of as many."""
+        if self.line is not None:
+            self.line.copy_(values)
+        else:
+            pairs = zip(values.unbind(), self.tensors, strict=True)
+            torch._foreach_copy_(self.tensors, [v.view(t.shape) for v, t in pairs])
 
     def count(self, active: Sequence[int] | None) -> None:
         """Add one to those at the positions ``active``; to all for None."""
@@ -70,6 +94,33 @@ def _common_line(tensors: list[Tensor]) -> Tensor | None:
         if t.data_ptr() != start + i * size or t.untyped_storage().data_ptr() != storage:
             return None
     return first.detach().as_strided((len(tensors),), (1,), first.storage_offset())
+
+
+class Ahead:
+    """Coefficients of the next step, worked out while the device is busy with this one.
+
+    They count only if the next step finds hyperparameters and counters as they were left.
+    """
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._made: Any = None
+        self._left: list[bytes] = []
+
+    def rows(self, rule: Rule, h: Values, keys: Sequence[str], counters: Sequence[Scalars]) -> Any:
+        """What :func:`coefficient_rows` says, worked out now or before."""
+        made, self._made = self._made, None
+        is_same, self._seen = h is self._seen, h
+        if made is not None and is_same and self._left == [counter.raw() for counter in counters]:
+            return made
+        return coefficient_rows(rule, h, keys, counters, None)
+
+    def work_out(self, rule: Rule, h: Values, keys: Sequence[str], counters: Sequence[Scalars]) -> None:
+        """Get ready for the next step; counters have moved on. Not if hyperparameters change at every step."""
+        if h is self._seen and all(counter.is_readable for counter in counters):
+            self._made = coefficient_rows(rule, h, keys, counters, None)
+            self._left = [counter.raw() for counter in counters]
+        self._seen = h
 
 
 def coefficient_rows(
@@ -110,7 +161,10 @@ def coefficient_rows(
             new[key] = torch.as_tensor(value, dtype=dtype, device="cpu").item()
         old = {key: getattr(s, key).item() for key in keys if key != "step"}
         s.set(**(old | new if rule.advance_first else old))
-        table.append({name: float(value) for name, value in rule.coefficients(h, s).items()})
+        row = {name: float(value) for name, value in rule.coefficients(h, s).items()}
+        if is_compact(h):
+            row["rounding_step"] = float(s.step)
+        table.append(row)
         advanced.append(new)
     return rows, table, advanced
 

@@ -4,36 +4,64 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, dtype
 
-from offbeat.rules.rule import FLAGS, Rule, Values
+from offbeat.optim.precision import kept_slots
+from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
-__all__ = ["Settings", "SettingsCache", "hyperparameters", "kernel_shape"]
+__all__ = ["Settings", "SettingsCache", "has_tensors", "hyperparameters", "kernel_shape", "on_host"]
 
 
 class Settings(NamedTuple):
-    """Hyperparameters, and everything about them that decides which kernel runs."""
+    """Hyperparameters, everything about them that decides which kernel runs, and whether some are tensors."""
 
     h: Values
     shape: tuple[Any, ...]
+    has_tensors: bool
 
 
 def hyperparameters(group: dict[str, Any]) -> Values:
-    """A group's options as attributes. Tensors become numbers unless the step must not leave the device."""
+    """A group's options as attributes. Tensors become numbers, unless autograd watches them or they are on a device."""
     h = Values(**group)
-    symbolic = h.differentiable or h.capturable
+    watched = bool(h.differentiable)
     for name, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
-            setattr(h, name, value.squeeze() if symbolic else value.item())
+            setattr(h, name, _scalar(value, watched))
         elif name == "betas" and any(isinstance(b, Tensor) for b in value):
-            setattr(h, name, tuple(b.squeeze() if symbolic else b.item() for b in value))
+            setattr(h, name, tuple(_scalar(b, watched) if isinstance(b, Tensor) else b for b in value))
     return h
+
+
+def _scalar(value: Tensor, watched: bool) -> Any:
+    return value.squeeze() if watched or value.device.type != "cpu" else value.item()
+
+
+def has_tensors(h: Values) -> bool:
+    """Whether a hyperparameter is a tensor."""
+    return any(isinstance(value, Tensor) for value in _values(h))
+
+
+def on_host(h: Values, stand_in: float | None = None) -> Values:
+    """The same with numbers for tensors, which waits for the device; or with ``stand_in``, which does not."""
+    if not has_tensors(h):
+        return h
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item() if stand_in is None else stand_in
+        return tuple(map(number, value)) if isinstance(value, tuple) else value
+
+    return Values(**{name: number(value) for name, value in vars(h).items()})
+
+
+def _values(h: Values) -> list[Any]:
+    return [one for value in vars(h).values() for one in (value if isinstance(value, tuple) else (value,))]
 
 
 def kernel_shape(rule: Rule, h: Values) -> tuple[Any, ...]:
     """Everything about a group that decides which kernel runs."""
-    flags = (h.foreach, h.fused, h.differentiable, h.capturable)
-    return flags, rule.structure(h), [slot.key for slot in rule.slots(h)]
+    flags = (h.foreach, h.fused, h.differentiable, h.capturable, *(vars(h).get(name) for name in PRECISION))
+    return flags, rule.structure(h), [slot.key for slot in kept_slots(rule, h)], has_tensors(h)
 
 
 class SettingsCache:
@@ -50,7 +78,7 @@ class SettingsCache:
         if known is not None and known[0] == options:
             return known[1]
         h = hyperparameters({**FLAGS, **options})
-        settings = Settings(h, kernel_shape(self._rule, h))
+        settings = Settings(h, kernel_shape(self._rule, h), has_tensors(h))
         if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
@@ -63,4 +91,4 @@ class SettingsCache:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
-    return isinstance(value, (bool, int, float, str, type(None)))
+    return isinstance(value, (bool, int, float, str, type(None), dtype))

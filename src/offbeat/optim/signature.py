@@ -6,6 +6,7 @@ import inspect
 import sys
 from typing import Any
 
+from offbeat.optim.precision import precision_options
 from offbeat.rules.rule import FLAGS, Rule
 
 __all__ = ["describe", "signature"]
@@ -15,6 +16,14 @@ _FLAG_DOCS = {
     "foreach": "True runs the foreach tier, False the loop; None leaves the choice to the library",
     "capturable": "keep every number on the device, so that a step can be captured in a graph",
     "differentiable": "let autograd see the step",
+    "state_dtype": (
+        "what state is kept in: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded by chance, so "
+        "that it is right on average), or '8bit' (blocks of 256 elements share a scale)"
+    ),
+    "rounding": (
+        "of bfloat16 parameters: None rounds to the nearest, 'stochastic' up or down by chance so that it is right on "
+        "average, 'kahan' keeps what rounding took away in a second tensor"
+    ),
     "fused": "True runs the fused tier or raises, False forbids it; None leaves the choice to the library",
 }
 
@@ -30,6 +39,7 @@ def signature(rule: Rule) -> inspect.Signature:
     parts += [parameter(name, either, default=FLAGS[name]) for name in rule.positional]
     parts += [parameter(name, keyword, default=FLAGS[name]) for name in rule.flags if name not in rule.positional]
     parts += [parameter(h.name, keyword, default=h.default) for h in rule.hyper if h.name in only]
+    parts += [parameter(name, keyword, default=None) for name in precision_options(rule)]
     return inspect.Signature(parts)
 
 
@@ -40,6 +50,7 @@ def describe(rule: Rule, cls: type) -> str:
     lines.append("    params: parameters, named parameters, or dictionaries that define groups.")
     lines += [f"    {h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
     lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.flags]
+    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
     lines += ["", "Example:"]
     library = cls.__module__.startswith("offbeat.")
     lines += [

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from offbeat.optim.scalars import new_scalars, scalar_dtype
+from offbeat.optim.settings import has_tensors
 from offbeat.rules.rule import Slot, Values
+from offbeat.tiers.codec import scales_for
 
 __all__ = ["ParamState", "State", "is_unbegun", "mark_unbegun", "new_state"]
 
@@ -52,6 +54,7 @@ class State(defaultdict[Any, Any]):
 
     def __init__(self, items: Iterable[tuple[Any, Any]] = ()) -> None:
         self.clock = [0]
+        self.kept: list[Any] = []  # what must live as long as the state
         super().__init__(dict)
         for key, value in items:
             self[key] = value
@@ -117,6 +120,10 @@ def new_state(
 
 
 def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
+    if slot.form == "scales":
+        return torch.zeros(scales_for(p.numel()), dtype=slot.dtype, device=p.device)
+    if slot.dtype is not None:
+        return torch.zeros_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
     value = slot.initial(h)
     if h.differentiable and isinstance(value, Tensor):
         one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, memory_format=torch.preserve_format)
@@ -148,7 +155,10 @@ def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[
     if h.differentiable and isinstance(initial, Tensor):
         return [initial.to(dtype).clone() for _ in params]
     values = [float(initial if old is None else old) for old in present]
-    devices = [p.device if h.capturable or h.fused else torch.device("cpu") for p in params]
+    # Beside their parameters where the step is not to leave the device, as with a learning rate that lies there.
+    reads_there = has_tensors(h) and h.fused is None and h.foreach is None and not h.differentiable
+    there = h.capturable or h.fused or reads_there
+    devices = [p.device if there else torch.device("cpu") for p in params]
     result: list[Any] = [None] * len(params)
     for device in set(devices):
         where = [i for i, d in enumerate(devices) if d == device]

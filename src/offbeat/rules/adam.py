@@ -37,8 +37,8 @@ def check(h: Values) -> None:
 
 
 def slots(h: Values) -> tuple[Slot, ...]:
-    always = (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq"))
-    return (*always, Slot("max_exp_avg_sq")) if h.amsgrad else always
+    always = (Slot("step", scalar=True), Slot("exp_avg"), Slot("exp_avg_sq", positive=True))
+    return (*always, Slot("max_exp_avg_sq", positive=True)) if h.amsgrad else always
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -96,6 +96,7 @@ ADAM = Rule(
     check=check,
     sparse=lambda h: "does not support sparse gradients, please consider SparseAdam instead",
     native=native,
+    compact=True,
 )
 
 ADAMW = replace(

@@ -54,4 +54,5 @@ LION = Rule(
     structure=structure,
     coefficients=coefficients,
     update=lion,
+    compact=True,
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FLAGS", "Hyper", "Rule", "Slot", "Values"]
+__all__ = ["FLAGS", "PRECISION", "Hyper", "Rule", "Slot", "Values"]
 
 #: Options every optimizer understands, with the value a group has when a checkpoint does not name them.
 FLAGS: dict[str, Any] = {
@@ -20,6 +20,9 @@ FLAGS: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
+
+#: Options for how numbers are stored, known to groups that use them.
+PRECISION: dict[str, Any] = {"state_dtype": None, "rounding": None}
 
 
 class Values:
@@ -56,12 +59,19 @@ class Slot:
         init: the value it starts from; a function of the hyperparameters where it depends on them.
         scalar: a 0-d tensor (a counter, a running product) instead of a tensor like the parameter.
         late: what it starts from depends on hyperparameters as they are at the first step, not when it was allocated.
+        positive: it is never negative, so that no bit need say so.
+        form: how it is stored: ``plain`` (as the parameter, or as a dtype of its own), or in one of the forms of
+            :mod:`offbeat.tiers.codec`; ``scales`` are what an 8-bit entry needs besides.
+        dtype: the dtype it is stored in; None for the parameter's.
     """
 
     key: str
     init: float | Callable[[Values], Any] = 0.0
     scalar: bool = False
     late: bool = False
+    positive: bool = False
+    form: str = "plain"
+    dtype: Any = None
 
     def initial(self, h: Values) -> Any:
         """The starting value under the hyperparameters ``h``."""
@@ -112,6 +122,8 @@ class Rule:
         flags: the options of :data:`FLAGS` the class takes.
         positional: those of ``flags`` that torch.optim also takes by position, in order.
         native: the same update by one of torch's own fused operators, or None.
+        compact: whether state can be kept in bfloat16 or 8 bits: it starts at zero and is an average of gradients or
+            of their squares.
     """
 
     name: str
@@ -130,6 +142,7 @@ class Rule:
     flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
     positional: tuple[str, ...] = ()
     native: Callable[..., None] | None = None
+    compact: bool = False
 
     def validate(self, options: Mapping[str, Any]) -> None:
         """Check the hyperparameters in ``options``, one by one and against each other."""

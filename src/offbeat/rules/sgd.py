@@ -38,7 +38,7 @@ def structure(h: Values) -> dict[str, bool]:
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
-    first = s.step == 1
+    first = s.step < 1.5
     return {
         "lr": h.lr,
         "weight_decay": h.weight_decay,
@@ -88,4 +88,5 @@ SGD = Rule(
     first_step_differs=lambda h: h.dampening != 0,
     flags=("maximize", "foreach", "differentiable", "fused"),
     native=native,
+    compact=True,
 )

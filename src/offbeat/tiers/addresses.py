@@ -24,8 +24,15 @@ from offbeat.tiers.addresses_source import SOURCE
 from offbeat.tiers.compiler import CompilerError, load, why_no_compiler
 from offbeat.tiers.layout import same_layout
 
-__all__ = ["AddressBook"]
+__all__ = ["AddressBook", "unwrap"]
 
+
+#: What the C function returns if a distributed gradient's specification is new to it.
+UNKNOWN = -2
+#: The size of what it remembers of a tensor, in words: see ``struct look`` there.
+LOOK_WORDS = 1 + 24 + 7 + 2
+#: Where a request has the type of distributed gradients.
+_WRAPPER_TYPE = 12
 
 #: Below this many tensors a second thread costs more than it brings.
 ROWS_A_THREAD = 256
@@ -35,10 +42,17 @@ class AddressBook:
     """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
 
     All tensors are plain, dense and on one device; those in one row have the same shape and layout. ``pinned`` are
-    further tensors that must stay where they are.
+    further tensors that must stay where they are. ``wrappers`` are distributed tensors whose local parts the parameters
+    are; gradients are distributed then too, cut as they are.
     """
 
-    def __init__(self, columns: Sequence[Sequence[Tensor]], pinned: Sequence[Sequence[Tensor]] = ()) -> None:
+    def __init__(
+        self,
+        columns: Sequence[Sequence[Tensor]],
+        pinned: Sequence[Sequence[Tensor]] = (),
+        wrappers: Sequence[Any] | None = None,
+    ) -> None:
+        self.wrappers = None if wrappers is None else list(wrappers)
         self.pinned = [t for column in pinned for t in column]
         self._pinned_at = array("q", [t.data_ptr() for t in self.pinned])
         self.columns = [list(column) for column in columns]
@@ -46,7 +60,11 @@ class AddressBook:
         self.tables = [array("q", bytes(8 * rows)) for _ in range(len(columns) + 1)]
         self._expected = [[_kind(t) for t in column] for column in self.columns]
         self._reader = _reader()
+        layout = (0, 0) if wrappers is None else _wrapper_layout(wrappers)
+        if layout is None:
+            self._reader = None
         if self._reader is not None:
+            assert layout is not None
             read, offset = self._reader
             self._handles = [array("q", [id(t) + offset for t in column]) for column in self.columns]
             self._metadata = array("q")
@@ -60,9 +78,16 @@ class AddressBook:
             self._arguments = array("q", [rows, len(self.columns), id(None), id(Tensor), offset])
             self._arguments.extend(_place(self.columns[0][0].device))
             self._pinned_handles = array("q", [id(t) + offset for t in self.pinned])
-            fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
-            fixed += [self._pinned_handles, self._pinned_at]
             self._arguments.append(len(self.pinned))
+            self._arguments.extend((int(wrappers is not None), *layout, 0))
+            outer = self.wrappers or []
+            self._specs: list[Any] = [w._spec for w in outer]  # kept, so that they are recognised by their ids
+            self._gradient_specs: list[Any] = []
+            self._wrapper_tables = [array("q", map(id, outer)), array("q", [id(type(w)) for w in outer])]
+            self._wrapper_tables += [array("q", map(id, self._specs)), array("q", bytes(8 * len(outer)))]
+            self._looks = array("q", bytes(8 * LOOK_WORDS * ((len(self.columns) + 1) * rows + len(self.pinned))))
+            fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
+            fixed += [self._pinned_handles, self._pinned_at, *self._wrapper_tables, self._looks]
             for table in (*fixed, *self._handles, *others):
                 self._arguments.append(table.buffer_info()[0])
             self._read = read
@@ -81,18 +106,40 @@ class AddressBook:
             params = params if type(params) is list else list(params)
             given = grads if grads is None or type(grads) is list else list(grads)
             count: int = self._read(params, given, self._arguments.buffer_info()[0], self._threads())
+            if count == UNKNOWN and self._learn(params, given):
+                count = self._read(params, given, self._arguments.buffer_info()[0], self._threads())
             return None if count < 0 else count
-        return self._read_slowly(params, [p.grad for p in params] if grads is None else grads)
+        grads = [p.grad for p in params] if grads is None else grads
+        if self.wrappers is not None:
+            unwrapped = unwrap(params, grads) if all(map(is_, params, self.wrappers)) else None
+            if unwrapped is None:
+                return None
+            params, grads = unwrapped
+        return self._read_slowly(params, grads)
+
+    def _learn(self, params: Sequence[Any], grads: Sequence[Any] | None) -> bool:
+        """Whether distributed gradients are cut as their parameters; what they say of it is recognised from now on."""
+        grads = [p.grad for p in params] if grads is None else grads
+        specs = [getattr(g, "_spec", None) for g in grads]
+        if any(s is not None and s.placements != p._spec.placements for p, s in zip(params, specs, strict=True)):
+            return False
+        known = next((type(g) for g, spec in zip(grads, specs, strict=True) if spec is not None), None)
+        self._arguments[_WRAPPER_TYPE] = id(known)
+        old = self._gradient_specs or [None] * len(specs)
+        self._gradient_specs = [o if s is None else s for s, o in zip(specs, old, strict=True)]
+        for i, spec in enumerate(self._gradient_specs):
+            self._wrapper_tables[3][i] = id(spec) if spec is not None else 0
+        return True
 
     def bump(self, active: Sequence[int] | None) -> None:
         """Tell autograd that the rows read last (``active``: only these) are about to be written."""
         library = _library() if self._reader is not None else None
         if library is not None:
             library[0].offbeat_bump(self._arguments.buffer_info()[0], self._threads())
-        elif active is None:
-            increment_version([t for column in self.columns for t in column])
         else:
-            increment_version([column[i] for column in self.columns for i in active])
+            columns = [*self.columns, *([] if self.wrappers is None else [self.wrappers])]
+            rows = range(len(self.columns[0])) if active is None else active
+            increment_version([column[i] for column in columns for i in rows])
 
     def _threads(self) -> int:
         return min(torch.get_num_threads(), len(self.columns[0]) // ROWS_A_THREAD)
@@ -122,6 +169,19 @@ class AddressBook:
                     return None
                 table[i] = t.data_ptr()
         return count
+
+
+def unwrap(params: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]] | None:
+    """The local parts, or None where gradients are not cut as their parameters."""
+    local: list[Tensor | None] = []
+    for p, g in zip(params, grads, strict=True):
+        if g is None:
+            local.append(None)
+        elif type(g) is Tensor or getattr(g, "_spec", None) is None or g._spec.placements != p._spec.placements:
+            return None
+        else:
+            local.append(g._local_tensor)
+    return [p._local_tensor for p in params], local
 
 
 def _kind(t: Tensor) -> tuple[Any, ...]:
@@ -206,11 +266,22 @@ def _words(address: int, end: int) -> dict[int, int]:
     return {at: ctypes.c_int64.from_address(address + at).value for at in range(0, end, 8)}
 
 
-def _measure_layout(offset: int) -> tuple[int, int, int] | None:
-    """Where a tensor keeps its dispatch keys and its Python object, and an object its type.
+def _measure_layout(offset: int) -> tuple[int, int, int, int] | None:
+    """Where a tensor keeps its dispatch keys and its Python object, an object its type, and a tensor its storage.
 
     Found by comparing tensors that differ in just that. None if it is not clear-cut.
     """
+    # Several times: what lies beyond the end of a tensor differs by accident, but not always in the same way.
+    rounds = [_candidates(offset) for _ in range(8)]
+    found = [set.intersection(*(one[kind] for one in rounds)) for kind in range(4)]
+    if any(len(places) != 1 for places in found):
+        return None
+    keys, objects, types, storages = (places.pop() for places in found)
+    return keys, objects, types, storages
+
+
+@torch.inference_mode(False)
+def _candidates(offset: int) -> list[set[int]]:
     # Shapes, values and gradients differ, so that only what all plain tensors share is left.
     plain = [torch.zeros(3), torch.ones(2, 5), torch.nn.Parameter(torch.zeros(4)), torch.zeros(6)[1:].view(5, 1)]
     with torch.inference_mode():
@@ -221,16 +292,30 @@ def _measure_layout(offset: int) -> tuple[int, int, int] | None:
         torch.zeros(3).as_subclass(_Odd),
         inference,
     ]
-    size = 192  # no tensor is smaller
+    size = 192
     common = _words(plain[0]._cdata, size)
     for t in plain[1:]:
         common = {at: word for at, word in _words(t._cdata, size).items() if common.get(at) == word}
-    keys = [at for at, word in common.items() if all(_words(t._cdata, size)[at] != word for t in odd)]
-    objects = [at for at in range(0, size, 8) if all(_words(t._cdata, size)[at] == id(t) for t in plain)]
-    types = [at for at in range(0, offset, 8) if all(_words(id(t), offset)[at] == id(type(t)) for t in plain)]
-    if len(keys) != 1 or len(objects) != 1 or len(types) != 1:
+    keys = {at for at, word in common.items() if all(_words(t._cdata, size)[at] != word for t in odd)}
+    objects = {at for at in range(0, size, 8) if all(_words(t._cdata, size)[at] == id(t) for t in plain)}
+    types = {at for at in range(0, offset, 8) if all(_words(id(t), offset)[at] == id(type(t)) for t in plain)}
+    storages = {at for at in range(0, size, 8) if all(_words(t._cdata, size)[at] == _storage(t) for t in plain)}
+    return [keys, objects, types, storages]
+
+
+def _storage(t: Tensor) -> int:
+    return int(t.untyped_storage()._cdata)
+
+
+def _wrapper_layout(wrappers: Sequence[Any]) -> tuple[int, int] | None:
+    """Where distributed tensors' Python objects keep their local parts and specifications; None if it is not clear."""
+    first = wrappers[0]
+    if any(type(w) is not type(first) for w in wrappers):
         return None
-    return keys[0], objects[0], types[0]
+    words = _words(id(first), type(first).__basicsize__ - 7)
+    parts = [at for at, word in words.items() if word == id(first._local_tensor)]
+    specs = [at for at, word in words.items() if word == id(first._spec)]
+    return (parts[0], specs[0]) if len(parts) == len(specs) == 1 else None
 
 
 #: Where a tensor keeps its dispatch keys, once that has been measured.

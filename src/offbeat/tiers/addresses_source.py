@@ -19,8 +19,8 @@ static struct {
   int (*defined)(void *, unsigned char *);
   void *(*gradient)(void *);
   void (*bump)(void *);
-  /* Where a tensor keeps its dispatch keys and its Python object, and that its type. */
-  i64 keys_at, object_at, type_at, tensor_type, parameter_type;
+  /* Where a tensor keeps its dispatch keys and its Python object, and that its type; where it keeps its storage. */
+  i64 keys_at, object_at, type_at, storage_at, tensor_type, parameter_type;
 } get;
 
 #define WORD(base, offset) (*(const i64 *)((const char *)(base) + (offset)))
@@ -37,16 +37,51 @@ static int plain(void *handle, i64 keys) {
 
 void offbeat_bind(const void *functions) { __builtin_memcpy(&get, functions, sizeof get); }
 
+/* What a tensor looked like when it was found to fit: the tensor but for its reference counts, the same of its storage,
+   and the type of its Python object. While all that is the same so is everything it says. A tensor ends with its
+   dispatch keys. */
+enum { TENSOR_WORDS = 24, STORAGE_WORDS = 7 };
+struct look { i64 tensor, words[TENSOR_WORDS], storage[STORAGE_WORDS], type, address; };
+
 struct request {
   i64 rows, columns, none, tensor_type, offset, keys, device, index, pinned;
+  /* Distributed tensors around the first column: where they keep their local part and what they say of the whole. */
+  i64 wrapped, local_at, spec_at, wrapper_type;
   const i64 *starts, *metadata, *dtypes;
   i64 *gradients;
-  const i64 *pinned_handles, *pinned_at;
+  const i64 *pinned_handles, *pinned_at, *wrappers, *wrapper_types, *specs, *gradient_specs;
+  struct look *looks;  /* of each column, then of the gradients, then of those that are pinned */
   i64 *tables[];  /* handles of each column, then the table of each column */
 };
 
+static i64 type_of(const void *tensor) {
+  i64 object = WORD(tensor, get.object_at);
+  return object ? WORD(object, get.type_at) : 0;
+}
+
+static int looks_the_same(const struct look *look, const void *tensor) {
+  if (look->tensor != (i64)tensor) return 0;
+  if (__builtin_memcmp(look->words, (const char *)tensor + 16, get.keys_at - 8)) return 0;
+  const char *storage = (const char *)WORD(tensor, get.storage_at);
+  if (__builtin_memcmp(look->storage, storage + 16, sizeof look->storage)) return 0;
+  return look->type == type_of(tensor);
+}
+
+static void remember(struct look *look, const void *tensor, i64 address) {
+  const char *storage = (const char *)WORD(tensor, get.storage_at);
+  look->tensor = (i64)tensor;
+  __builtin_memcpy(look->words, (const char *)tensor + 16, get.keys_at - 8);
+  __builtin_memcpy(look->storage, storage + 16, sizeof look->storage);
+  look->type = type_of(tensor);
+  look->address = address;
+}
+
 /* Whether the tensor is strided, on this device, and has this dtype, shape and layout; its address if so. */
-static int fits(const struct request *r, void *handle, i64 dtype, const i64 *expected, i64 *address) {
+static int fits(
+    const struct request *r, void *handle, i64 dtype, const i64 *expected, struct look *look, i64 *address) {
+  const void *tensor = *(void **)handle;
+  if (looks_the_same(look, tensor)) { *address = look->address; return 1; }
+  look->tensor = 0;
   int code;
   i64 dim, *sizes, *strides;
   void *data;
@@ -64,30 +99,46 @@ static int fits(const struct request *r, void *handle, i64 dtype, const i64 *exp
   }
   if (get.data(handle, &data) || (!data && elements)) return 0;
   *address = (i64)data;
+  /* Sizes of more than five dimensions lie elsewhere. */
+  if (dim <= 5 && get.keys_at - 8 <= 8 * TENSOR_WORDS) remember(look, tensor, *address);
   return 1;
 }
 
-struct reading { const struct request *request; PyObject *gradients; i64 next, count, failed; };
+struct reading { const struct request *request; PyObject *gradients; i64 next, count, failed, unknown; };
 
-static int read_row(const struct reading *reading, i64 i, i64 *count) {
+static int read_row(struct reading *reading, i64 i, i64 *count) {
   const struct request *r = reading->request;
   const i64 *expected = r->metadata + r->starts[i];
   void *gradient;
   for (i64 c = 0; c < r->columns; ++c)
-    if (!fits(r, (void *)r->tables[c][i], r->dtypes[c], expected, &r->tables[r->columns + c][i])) return 0;
+    if (!fits(r, (void *)r->tables[c][i], r->dtypes[c], expected, &r->looks[c * r->rows + i],
+              &r->tables[r->columns + c][i])) return 0;
   r->gradients[i] = 0;
+  i64 owner = r->wrapped ? r->wrappers[i] : r->tables[0][i] - r->offset;
+  if (r->wrapped && (WORD(owner, get.type_at) != r->wrapper_types[i] || WORD(owner, r->spec_at) != r->specs[i] ||
+                     WORD(owner, r->local_at) + r->offset != r->tables[0][i])) return 0;
+  i64 object = 0;
   if (reading->gradients) {
-    PyObject *g = PyList_GetItem(reading->gradients, i);
-    if ((i64)g == r->none) return 1;
-    if (WORD(g, get.type_at) != get.tensor_type) return 0;
-    gradient = (char *)g + r->offset;
+    object = (i64)PyList_GetItem(reading->gradients, i);
+    if (object == r->none) return 1;
+    if (!r->wrapped && WORD(object, get.type_at) != get.tensor_type) return 0;
+    gradient = (char *)object + r->offset;
   } else {
     unsigned char defined;
-    gradient = get.gradient(*(void **)r->tables[0][i]);
+    gradient = get.gradient(*(void **)(owner + r->offset));
     if (get.defined(gradient, &defined)) return 0;
     if (!defined) return 1;
+    if (r->wrapped) object = WORD(*(void **)gradient, get.object_at);
   }
-  if (!fits(r, gradient, r->dtypes[0], expected, &r->gradients[i])) return 0;
+  if (r->wrapped) {
+    if (!object) return 0;
+    if (WORD(object, get.type_at) != r->wrapper_type || WORD(object, r->spec_at) != r->gradient_specs[i]) {
+      reading->unknown = 1;
+      return 0;
+    }
+    gradient = (char *)WORD(object, r->local_at) + r->offset;
+  }
+  if (!fits(r, gradient, r->dtypes[0], expected, &r->looks[r->columns * r->rows + i], &r->gradients[i])) return 0;
   if (!r->gradients[i]) r->gradients[i] = 1; /* an empty tensor lies nowhere, but it is there */
   ++*count;
   return 1;
@@ -105,20 +156,25 @@ static void worker(void *data) {
   __atomic_fetch_add(&reading->count, count, __ATOMIC_RELAXED);
 }
 
-/* The number of gradients, or -1 if a tensor is not as it was. Without a list of gradients they are those the
+/* The number of gradients, -1 if a tensor is not as it was, -2 if a distributed gradient says of the whole what no
+   other has said. Without a list of gradients they are those the
    parameters have; no Python object is looked at then, and several threads share the work. */
 i64 offbeat_read(PyObject *params, PyObject *gradients, const struct request *r, i64 threads) {
-  struct reading reading = {r, (i64)gradients == r->none ? 0 : gradients, 0, 0, 0};
+  struct reading reading = {r, (i64)gradients == r->none ? 0 : gradients, 0, 0, 0, 0};
   if (PyList_Size(params) != r->rows || (reading.gradients && PyList_Size(gradients) != r->rows)) return -1;
   for (i64 i = 0; i < r->rows; ++i)
-    if ((i64)PyList_GetItem(params, i) + r->offset != r->tables[0][i]) return -1;
+    if ((i64)PyList_GetItem(params, i) != (r->wrapped ? r->wrappers[i] : r->tables[0][i] - r->offset)) return -1;
   for (i64 i = 0; i < r->pinned; ++i) {
-    void *data;
-    if (get.data((void *)r->pinned_handles[i], &data) || (i64)data != r->pinned_at[i]) return -1;
+    void *data, *handle = (void *)r->pinned_handles[i];
+    struct look *look = &r->looks[(r->columns + 1) * r->rows + i];
+    if (looks_the_same(look, *(void **)handle)) continue;
+    look->tensor = 0;
+    if (get.data(handle, &data) || (i64)data != r->pinned_at[i]) return -1;
+    if (get.keys_at - 8 <= 8 * TENSOR_WORDS) remember(look, *(void **)handle, (i64)data);
   }
   if (threads > 1 && !reading.gradients) GOMP_parallel(worker, &reading, threads, 0);
   else worker(&reading);
-  return reading.failed ? -1 : reading.count;
+  return !reading.failed ? reading.count : reading.unknown ? -2 : -1;
 }
 
 static void bump_worker(void *data) {
@@ -129,13 +185,16 @@ static void bump_worker(void *data) {
     if (first >= r->rows) return;
     for (i64 i = first; i < first + 64 && i < r->rows; ++i)
       if (r->gradients[i])
+      {
         for (i64 c = 0; c < r->columns; ++c) get.bump((void *)r->tables[c][i]);
+        if (r->wrapped) get.bump((void *)(r->wrappers[i] + r->offset));
+      }
   }
 }
 
 /* Tell autograd that the tensors of every row with a gradient are about to be written. */
 void offbeat_bump(const struct request *r, i64 threads) {
-  struct reading reading = {r, 0, 0, 0, 0};
+  struct reading reading = {r, 0, 0, 0, 0, 0};
   if (threads > 1) GOMP_parallel(bump_worker, &reading, threads, 0);
   else bump_worker(&reading);
 }

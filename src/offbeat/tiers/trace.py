@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Constant", "Instruction", "Program", "trace"]
+__all__ = ["Constant", "Instruction", "Program", "Tracer", "Value", "trace"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Value:
 
     __slots__ = ("number", "tracer")
 
-    def __init__(self, tracer: _Tracer, number: int) -> None:
+    def __init__(self, tracer: Tracer, number: int) -> None:
         self.tracer, self.number = tracer, number
 
     def __add__(self, other: Any) -> Value:
@@ -98,18 +98,23 @@ class Value:
         return self.tracer.emit("lt", self, other, scalars=True)
 
     def sqrt(self) -> Value:
+        """Square root."""
         return self.tracer.emit("sqrt", self)
 
     def sign(self) -> Value:
+        """-1, 0 or 1."""
         return self.tracer.emit("sign", self)
 
     def maximum(self, other: Any) -> Value:
+        """The larger."""
         return self.tracer.emit("max", self, other)
 
     def minimum(self, other: Any) -> Value:
+        """The smaller."""
         return self.tracer.emit("min", self, other)
 
     def select(self, a: Any, b: Any) -> Value:
+        """The first where this holds, else the second."""
         return self.tracer.emit("where", self, a, b, scalars=True)
 
     def __bool__(self) -> bool:
@@ -119,15 +124,21 @@ class Value:
         )
 
 
-class _Tracer:
+class Tracer:
+    """Writes down instructions."""
+
+    kind: type[Value] = Value
+
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
 
     def input(self, kind: str, name: str) -> Value:
+        """A value that comes from outside."""
         self.instructions.append(Instruction(kind, (name,)))
-        return Value(self, len(self.instructions) - 1)
+        return self.kind(self, len(self.instructions) - 1)
 
     def emit(self, op: str, *args: Any, scalars: bool = False) -> Value:
+        """The value of an operation; ``scalars`` says whether it may be one of numbers alone."""
         operands = tuple(a.number if isinstance(a, Value) else Constant(float(a)) for a in args)
         if not scalars and not any(isinstance(a, int) and self.instructions[a].op != "scalar" for a in operands):
             names = [self.instructions[a].args[0] if isinstance(a, int) else a.value for a in operands]
@@ -136,7 +147,7 @@ class _Tracer:
                 "coefficients, where it is done in double precision"
             )
         self.instructions.append(Instruction(op, operands))
-        return Value(self, len(self.instructions) - 1)
+        return self.kind(self, len(self.instructions) - 1)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -145,13 +156,26 @@ def trace(
     state: tuple[str, ...],
     coefficients: tuple[str, ...],
     structure: tuple[tuple[str, bool], ...],
+    late: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
 ) -> Program:
-    """Write down what ``update`` does with a parameter, a gradient, these state tensors and coefficients."""
+    """Write down what ``update`` does with a parameter, a gradient, these state tensors and coefficients.
+
+    Args:
+        late: state that begins at the first step, where the program itself must see to that. Further coefficients say
+            whether it is the first (``first``) and what each begins with (``initial_`` and its name).
+        more: further coefficients, for who executes the program and not for the maths.
+    """
     wanted = inspect.signature(update).parameters
-    tracer = _Tracer()
+    tracer = Tracer()
     tensors = ("p", "g", *state)
+    if late:
+        coefficients = (*coefficients, "first", *(f"initial_{name}" for name in late))
+    coefficients = (*coefficients, *more)
     inputs: dict[str, Any] = {name: tracer.input("tensor", name) for name in tensors}
     inputs |= {name: tracer.input("scalar", name) for name in coefficients}
+    for name in late:
+        inputs[name] = (inputs["first"] > 0).select(inputs[f"initial_{name}"], inputs[name])
     inputs |= dict(structure)
     outputs = update(**{name: value for name, value in inputs.items() if name in wanted})
     if len(outputs) != 1 + len(state):

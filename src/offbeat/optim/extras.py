@@ -1,0 +1,84 @@
+"""What a step does with gradients beside the update: divide, skip, clip, clear."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.optim.gradients import local
+from offbeat.tiers.triton_source import Variant
+
+__all__ = ["NOTHING", "Extras", "by_hand", "fitting"]
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What to do with gradients.
+
+    Attributes:
+        scale: gradients are divided by this number, and stay divided.
+        found_inf: the step does not happen if this is not zero.
+        clip: gradients are multiplied by this number for the update; they stay as they are.
+        zero: gradients are zero afterwards.
+    """
+
+    scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    clip: Tensor | None = None
+    zero: bool = False
+
+    def __bool__(self) -> bool:
+        return self.zero or any(t is not None for t in self.numbers)
+
+    @property
+    def numbers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The numbers, in the order in which a kernel takes them."""
+        return self.scale, self.found_inf, self.clip
+
+    def variant(self, *, by_row: bool) -> Variant:
+        """The kernel that does this in the same pass."""
+        scaled, guarded, clipped = (t is not None for t in self.numbers)
+        return Variant(by_row, scaled, guarded, clipped, self.zero)
+
+
+NOTHING = Extras()
+
+
+def fitting(extras: Extras, work: Sequence[Any]) -> Extras | None:
+    """The same with all numbers as float32 on the one device of the work, or None if there are several."""
+    devices = {p.device for _, params, _ in work for p in params}
+    if len(devices) != 1:
+        return None
+    device = devices.pop()
+    scale, found_inf, clip = (None if t is None else t.detach().to(device, torch.float32) for t in extras.numbers)
+    return Extras(scale, found_inf, clip, extras.zero)
+
+
+@contextmanager
+def by_hand(extras: Extras, work: Sequence[Any]) -> Iterator[list[Any] | None]:
+    """For tiers that do nothing but update: the work with gradients as they should be, None if it must not happen.
+
+    On leaving, gradients are cleared if they are to be.
+    """
+    if extras.found_inf is not None and extras.found_inf.item():
+        yield None
+        return
+    gradients = [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
+    there = [local(g) for some in gradients for g in some if g is not None]
+    if extras.scale is not None and there:
+        torch._foreach_div_(there, extras.scale.item())
+    if extras.clip is None:
+        yield list(work)
+    else:
+        clip = extras.clip.item()
+        yield [
+            (group, params, [None if g is None else g * clip for g in some])
+            for (group, params, _), some in zip(work, gradients, strict=True)
+        ]
+    if extras.zero and there:
+        torch._foreach_zero_(there)

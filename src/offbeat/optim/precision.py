@@ -1,0 +1,190 @@
+"""Parameters and state in fewer bits: the options, and what they make of a rule's state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.tiers.codec import CODE_DTYPES, decode, encode, round_stochastically, scales_for
+from offbeat.tiers.loop import evaluate
+
+__all__ = [
+    "check_compact",
+    "check_precision",
+    "converted",
+    "formats",
+    "is_compact",
+    "kept_slots",
+    "precision_options",
+    "run_compact",
+]
+
+EIGHT = "8bit"
+_ROUNDINGS = (None, "stochastic", "kahan")
+_STATES = (None, torch.float32, torch.bfloat16, EIGHT)
+
+
+def precision_options(rule: Rule) -> tuple[str, ...]:
+    """Those a rule takes."""
+    return ("state_dtype", "rounding") if rule.compact else ("rounding",)
+
+
+def check_precision(rule: Rule, options: Mapping[str, Any]) -> None:
+    """Raise if the options make no sense."""
+    state, rounding = options.get("state_dtype"), options.get("rounding")
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be None, 'stochastic' or 'kahan', but got {rounding!r}")
+    if state not in _STATES:
+        raise ValueError(f"state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', but got {state!r}")
+    if state is not None and not rule.compact:
+        raise ValueError(f"{rule.name} keeps its state in the parameter's dtype; leave state_dtype out")
+    if (state or rounding) and options.get("differentiable"):
+        raise ValueError("differentiable=True goes with full precision only; leave state_dtype and rounding out")
+
+
+def is_compact(h: Values) -> bool:
+    """Whether anything is stored otherwise than as the parameter."""
+    return vars(h).get("state_dtype") is not None or vars(h).get("rounding") is not None
+
+
+def kept_slots(rule: Rule, h: Values) -> tuple[Slot, ...]:
+    """What is stored for a parameter: counters, state tensors, what rounding took away, then scales."""
+    slots = rule.slots(h)
+    if not is_compact(h):
+        return slots
+    state, rounding = vars(h).get("state_dtype"), vars(h).get("rounding")
+    scalars = [slot for slot in slots if slot.scalar]
+    if (rounding or state in (torch.bfloat16, EIGHT)) and not any(slot.key == "step" for slot in scalars):
+        # What is random must differ from step to step, and be the same when a step is repeated.
+        scalars.append(Slot("step", scalar=True))
+    tensors, scales = [], []
+    for slot in slots:
+        if slot.scalar:
+            continue
+        if state == EIGHT:
+            form = "unsigned8" if slot.positive else "signed8"
+            # Under names of their own: torch.optim would take codes for the numbers they stand for.
+            tensors.append(replace(slot, key=f"{slot.key}_8bit", form=form, dtype=CODE_DTYPES[form]))
+            scales.append(Slot(f"{slot.key}_scale", scalar=False, form="scales", dtype=torch.float32))
+        elif state == torch.bfloat16:
+            tensors.append(replace(slot, form="stochastic", dtype=state))
+        else:
+            tensors.append(replace(slot, dtype=state))
+    if rounding == "kahan":
+        tensors.append(Slot("compensation", form="compensation"))
+    return (*scalars, *tensors, *scales)
+
+
+def formats(h: Values, slots: Sequence[Slot]) -> tuple[str, ...]:
+    """How p, g and the rule's state tensors are stored; empty if all are plain."""
+    if not is_compact(h):
+        return ()
+    state = [slot.form for slot in slots if not slot.scalar and slot.form not in ("compensation", "scales")]
+    found = (vars(h).get("rounding") or "plain", "plain", *state)
+    return found if any(one != "plain" for one in found) else ()
+
+
+def check_compact(h: Values, p: Tensor, distributed: bool, sparse: bool) -> None:
+    """Raise if a parameter cannot be stored as the options have it."""
+    rounding = vars(h).get("rounding")
+    if rounding is not None and p.dtype != torch.bfloat16:
+        raise RuntimeError(
+            f"rounding={rounding!r} is for bfloat16 parameters, but one is {p.dtype}; leave rounding out for its group"
+        )
+    if p.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise RuntimeError(f"state_dtype is for float32 and half-precision parameters, but one is {p.dtype}")
+    if sparse:
+        raise RuntimeError("sparse gradients need full precision; leave state_dtype and rounding out for their group")
+    if distributed and vars(h).get("state_dtype") == EIGHT:
+        raise RuntimeError(
+            "state_dtype='8bit' does not know how to share out scales of distributed parameters; use torch.bfloat16"
+        )
+
+
+def run_compact(
+    rule: Rule,
+    names: tuple[str, ...],
+    form: tuple[str, ...],
+    columns: list[Tensor],
+    scales: list[Tensor],
+    scalars: dict[str, Any],
+) -> None:
+    """The loop tier for compact forms: decode, update, encode."""
+    stored = [columns[0], *columns[2 : len(form)]]
+    values = [columns[0].float(), columns[1].float()]
+    if form[0] == "kahan":
+        values[0] = values[0] + columns[-1].float()
+    left = list(scales)
+    for t, one in zip(columns[2 : len(form)], form[2:], strict=True):
+        values.append(decode(t, left.pop(0), one) if one in CODE_DTYPES else t.float())
+    step = scalars["rounding_step"]
+    wanted = {name: value for name, value in scalars.items() if name != "rounding_step"}
+    results = evaluate(rule.update, names, values, wanted, torch.float32)
+    left = list(scales)
+    places = [0, *range(2, len(form))]
+    for t, new, one, place in zip(stored, results, [form[0], *form[2:]], places, strict=True):
+        if one in CODE_DTYPES:
+            encode(_laid_out(new, t), t, left.pop(0), one)
+        elif one == "stochastic":
+            t.copy_(round_stochastically(_laid_out(new, t), step, place))
+        elif one == "kahan":
+            t.copy_(new)
+            columns[-1].copy_(new - t.float())
+        else:
+            t.copy_(new)
+
+
+def _laid_out(x: Tensor, like: Tensor) -> Tensor:
+    """In the memory order of another tensor."""
+    if x.stride() == like.stride():
+        return x
+    return torch.empty_like(like, dtype=x.dtype, memory_format=torch.preserve_format).copy_(x)
+
+
+def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: Any, now: Any) -> dict[str, Any]:
+    """A saved entry as these slots keep it.
+
+    Args:
+        was: ``state_dtype`` of the optimizer that saved it.
+        now: ``state_dtype`` of this one.
+    """
+    wanted = [slot.key for slot in slots]
+    if was == now and all(key in entry or key == "compensation" for key in wanted):
+        return {key: value for key, value in entry.items() if key != "compensation" or key in wanted}
+    found: dict[str, Any] = {}
+    numbers = _decoded(entry)
+    for slot in slots:
+        base = slot.key.removesuffix("_8bit")
+        if slot.scalar and slot.key == "step" and "step" not in numbers:
+            found["step"] = 1.0  # it has begun: its state is there
+        elif slot.form in CODE_DTYPES and base in numbers:
+            x = numbers[base].to(p.device)
+            codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
+            scales = torch.empty(scales_for(p.numel()), dtype=torch.float32, device=p.device)
+            encode(_laid_out(x, codes), codes, scales, slot.form)
+            found |= {slot.key: codes, f"{base}_scale": scales}
+        elif slot.key in numbers and slot.form != "scales":
+            value = numbers[slot.key]
+            if not slot.scalar and isinstance(value, Tensor) and (was is not None or slot.dtype is not None):
+                value = value.to(slot.dtype or p.dtype)
+            found[slot.key] = value
+    known = {*wanted, *found, "compensation"}
+    return found | {key: value for key, value in numbers.items() if key not in known and key != "step"}
+
+
+def _decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """With codes as the numbers they stand for."""
+    found: dict[str, Any] = {}
+    for key, value in entry.items():
+        base = key.removesuffix("_8bit").removesuffix("_scale")
+        if key.endswith("_8bit") and isinstance(value, Tensor):
+            kind = "signed8" if value.dtype == torch.int8 else "unsigned8"
+            found[base] = decode(value, entry[f"{base}_scale"], kind)
+        elif not (key.endswith("_scale") and f"{base}_8bit" in entry):
+            found[key] = value
+    return found

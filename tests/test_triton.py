@@ -1,0 +1,325 @@
+"""The kernel Triton makes of a rule: on a GPU where there is one, else through Triton's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.optim import plan as plan_module
+from offbeat.tiers import triton_kernel as kernel_module
+from offbeat.tiers.choice import uses_triton
+from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
+
+pytest.importorskip("triton")
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+#: Where numbers are worked out: on the host, or with ``fused=True`` where the counters are.
+MODES = [{}, {"fused": True}]
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    if not GPU:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def there(params):
+    return [p.detach().to(DEVICE, copy=True).requires_grad_() for p in params]
+
+
+def give(ours, theirs):
+    """Our parameters the gradients of theirs."""
+    for p, q in zip(ours, theirs, strict=True):
+        p.grad = None if q.grad is None else q.grad.to(p.device, p.dtype, copy=True)
+
+
+def assert_close(ours, theirs, tolerance):
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p.detach().cpu().double(), q.detach().cpu().double(), rtol=tolerance, atol=tolerance)
+
+
+def assert_fused(optimizer):
+    for choice in optimizer.tiers():
+        assert uses_triton(choice, DEVICE), choice
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_rule_in_float64(case, mode):
+    """With gradients missing now and then, and a checkpoint in the middle."""
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    a, b = case.ours(ours, **case.hyper, **mode), case.reference(theirs)
+    for step in range(6):
+        set_gradients(step, theirs, none_at=((0, 4), (4, 0)))
+        give(ours, theirs)
+        a.step()
+        b.step()
+        if step == 2:
+            saved = copy.deepcopy(a.state_dict())
+            a = case.ours(ours, **case.hyper, **mode)
+            a.load_state_dict(saved)
+    assert_close(ours, theirs, 1e-12)
+    assert_fused(a)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float32_is_the_loop_tier(case, mode):
+    """To the bit, but for divisions by a number: on a GPU torch multiplies by the inverse, which rounds twice."""
+    ours, loop = there(make_params(torch.float32)), there(make_params(torch.float32))
+    a, b = case.ours(ours, **case.hyper, **mode), case.ours(loop, **case.hyper, foreach=False)
+    for step in range(4):
+        set_gradients(step, loop)
+        give(ours, loop)
+        a.step()
+        b.step()
+    exact = GPU and case.name in ("SGD", "ASGD", "Rprop", "Lion", "Adadelta")
+    assert_close(ours, loop, 0 if exact else 3e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_half_precision_rounds_once(case, dtype):
+    ours = there(make_params(dtype))
+    theirs = [p.detach().cpu().double().requires_grad_() for p in ours]
+    a, b = case.ours(ours, **case.hyper), case.reference(theirs)
+    set_gradients(0, theirs)
+    give(ours, theirs)
+    for p, q in zip(ours, theirs, strict=True):
+        q.grad = p.grad.cpu().double()
+    a.step()
+    b.step()
+    assert_close(ours, theirs, torch.finfo(dtype).eps)
+    assert_fused(a)
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes_may_be_mixed(state):
+    """State keeps the dtype it was loaded in; the maths runs in the widest."""
+    ours, loop = there(make_params(torch.bfloat16)), there(make_params(torch.bfloat16))
+    a, b = offbeat.AdamW(ours, lr=0.1), offbeat.AdamW(loop, lr=0.1, foreach=False)
+    for optimizer, params in ((a, ours), (b, loop)):
+        optimizer.init_state()
+        for p in params:
+            optimizer.state[p]["exp_avg_sq"] = optimizer.state[p]["exp_avg_sq"].to(state)
+    for step in range(3):
+        set_gradients(step, loop)
+        give(ours, loop)
+        a.step()
+        b.step()
+    assert a.state[ours[0]]["exp_avg_sq"].dtype == state
+    assert_close(ours, loop, torch.finfo(torch.bfloat16).eps)
+    assert_fused(a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_sizes_and_places(dtype):
+    """Tensors of every size around a block, at odd addresses, without elements, and with dimensions in any order."""
+    memory = torch.randn(9000, dtype=dtype, device=DEVICE)
+    sizes = [1, 3, 1023, 1024, 1025, 2048, 2500]
+    ours = [memory[7 + 2 * i : 7 + 2 * i + n].clone() for i, n in enumerate(sizes)]
+    ours += [memory.clone()[offset : offset + 2049] for offset in (1, 3, 8)]
+    ours += [memory[:0].clone(), memory[:600].clone().view(20, 30).t(), torch.ones((), dtype=dtype, device=DEVICE)]
+    ours = [p.requires_grad_() for p in ours]
+    loop = [p.detach().clone(memory_format=torch.preserve_format).requires_grad_() for p in ours]
+    a, b = offbeat.AdamW(ours, lr=0.1), offbeat.AdamW(loop, lr=0.1, foreach=False)
+    for step in range(3):
+        for p, q in zip(ours, loop, strict=True):
+            q.grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(step)).to(DEVICE, dtype)
+            # Gradients move from step to step, and lie at odd addresses now and then.
+            home = torch.empty(q.numel() + 3, dtype=dtype, device=DEVICE)
+            p.grad = home[step : step + q.numel()].view(q.shape).copy_(q.grad)
+        a.step()
+        b.step()
+    assert_close(ours, loop, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_nothing_outside_is_touched(mode, count):
+    """Neighbours in memory keep their values."""
+    memory = torch.full((4096,), 7.0, device=DEVICE)
+    params = [memory[100 + 1500 * i : 100 + 1500 * i + 1027].requires_grad_() for i in range(count)]
+    optimizer = offbeat.AdamW([p.detach().requires_grad_() for p in params], lr=0.1, **mode)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    for _ in range(2):
+        optimizer.step()
+    inside = torch.zeros(4096, dtype=torch.bool)
+    for i in range(count):
+        inside[100 + 1500 * i : 100 + 1500 * i + 1027] = True
+    assert (memory.cpu()[~inside] == 7).all()
+    assert (memory.cpu()[inside] != 7).all()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_learning_rate_on_the_device(case, mode):
+    """A tensor is read where it lies; changing it in place counts."""
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    lr = case.hyper.get("lr", 0.01)
+    a = case.ours(ours, **{**case.hyper, "lr": torch.tensor(lr, dtype=torch.float64, device=DEVICE)}, **mode)
+    b = case.reference(theirs)
+    b.param_groups[0]["lr"] = lr
+    for step in range(5):
+        set_gradients(step, theirs)
+        give(ours, theirs)
+        if step == 3:
+            a.param_groups[0]["lr"].mul_(0.5)
+            b.param_groups[0]["lr"] *= 0.5
+        a.step()
+        b.step()
+    assert_close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_clip_and_clear_in_the_same_pass(case, mode):
+    ours, plain = there(make_params(torch.float32)), there(make_params(torch.float32))
+    a, b = case.ours(ours, **case.hyper, **mode), case.ours(plain, **case.hyper, **mode)
+    for step in range(3):
+        set_gradients(step, plain)
+        give(ours, plain)
+        kept = [p.grad.clone() for p in ours]
+        coefficient = torch.tensor(0.25, device=DEVICE)
+        a.step(clip=coefficient if step else 0.25, zero_grad=step == 2)
+        for p, g in zip(ours, kept, strict=True):
+            assert torch.equal(p.grad, torch.zeros_like(g) if step == 2 else g)
+        for p in plain:
+            p.grad.mul_(0.25)
+        b.step()
+    assert_close(ours, plain, 0)
+
+
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_what_a_grad_scaler_says(case):
+    """Divided, and skipped with everything as it was, counters too."""
+    ours, plain = there(make_params(torch.float32)), there(make_params(torch.float32))
+    a, b = case.ours(ours, **case.hyper, fused=True), case.ours(plain, **case.hyper, fused=True)
+    a.grad_scale = torch.tensor([256.0], device=DEVICE)
+    for step in range(4):
+        set_gradients(step, plain)
+        give(ours, plain)
+        for p in ours:
+            p.grad.mul_(256.0)
+        a.found_inf = torch.tensor([float(step == 2)], device=DEVICE)
+        before = copy.deepcopy(a.state_dict()["state"])
+        values = [p.detach().clone() for p in ours]
+        a.step()
+        if step != 2:
+            b.step()
+            for p, q in zip(ours, plain, strict=True):
+                assert torch.equal(p.grad, q.grad)
+            continue
+        for p, value in zip(ours, values, strict=True):
+            assert torch.equal(p, value)
+        after = a.state_dict()["state"]
+        for i, entry in before.items():
+            for key, value in entry.items():
+                assert torch.equal(after[i][key], value), key
+    assert_close(ours, plain, 0)
+
+
+@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_coefficients_made_on_the_device(case, traced, monkeypatch):
+    """By a kernel made from the rule's functions; by torch's operators for rules that cannot be traced."""
+    if not traced:
+        monkeypatch.setattr("offbeat.optim.device.DeviceNumbers.make", lambda *args: None)
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    a, b = case.ours(ours, **case.hyper, fused=True), case.reference(theirs)
+    for step in range(4):
+        set_gradients(step, theirs, none_at=((2, 0),))
+        give(ours, theirs)
+        if step == 2:
+            for optimizer in (a, b):
+                optimizer.param_groups[0]["lr"] *= 0.5
+        a.step()
+        b.step()
+    (plan,) = a._plans.values()
+    if any(slot.scalar for slot in plan.slots):
+        assert all((table.device_run._numbers is not None) == traced for table in plan.tables)
+    # torch multiplies NAdam's product in float32, its own operators on rows of them in float64.
+    assert_close(ours, theirs, 1e-12 if traced or case.name != "NAdam" else 1e-9)
+
+
+def test_a_hyperparameter_the_coefficients_branch_on():
+    """RAdam's are another function for a small beta; a change of it needs another kernel."""
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    a, b = offbeat.RAdam(ours, lr=0.1, fused=True), torch.optim.RAdam(theirs, lr=0.1, foreach=False)
+    for step in range(6):
+        set_gradients(step, theirs)
+        give(ours, theirs)
+        if step == 3:
+            for optimizer in (a, b):
+                optimizer.param_groups[0]["betas"] = (0.9, 0.5)
+        a.step()
+        b.step()
+    assert_close(ours, theirs, 1e-12)
+
+
+def test_tables_are_kept(monkeypatch):
+    """An unchanged group is stepped by its plan; addresses travel only when they change."""
+    used, sent = [], []
+    run = plan_module.PlannedUpdate.run
+    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), run(self, extras)))
+    ours = there(make_params(torch.float32))
+    optimizer = offbeat.AdamW(ours)
+    for step in range(6):
+        if step < 4:
+            set_gradients(0 if step == 0 else 1, ours) if step in (0, 3) else None
+        table = next(iter(optimizer._plans.values())).tables[0].device_run.table if step > 1 else None
+        if table is not None:
+            real = type(table)._send
+            monkeypatch.setattr(
+                table, "_send", lambda column, words, t=table: (sent.append(column), real(t, column, words))
+            )
+        optimizer.step()
+    assert len(used) == 5
+    assert sent.count(1) <= 2
+    assert set(sent) <= {1}
+
+
+def test_without_triton(monkeypatch):
+    monkeypatch.setenv("OFFBEAT_NO_TRITON", "1")
+    ours = there(make_params(torch.float32))
+    optimizer = offbeat.AdamW(ours)
+    set_gradients(0, ours)
+    optimizer.step()
+    (choice,) = optimizer.tiers()
+    assert choice.tier == "foreach"
+    assert "OFFBEAT_NO_TRITON" in choice.reason
+
+
+def test_a_kernel_that_cannot_be_compiled(monkeypatch):
+    """Another tier does it, and says why."""
+
+    def broken(self, variant, device):
+        raise kernel_module.TritonError("Triton could not compile the kernel (because)")
+
+    monkeypatch.setattr(kernel_module.TritonKernel, "compile", broken)
+    ours = there(make_params(torch.float32))
+    plain = there(make_params(torch.float32))
+    hyper = {"lr": 0.02, "momentum": 0.625}  # no other test has compiled this
+    a, b = offbeat.RMSprop(ours, **hyper, centered=True), offbeat.RMSprop(plain, **hyper, centered=True, foreach=True)
+    set_gradients(0, plain)
+    give(ours, plain)
+    monkeypatch.setattr(
+        "offbeat.tiers.choice._why_not_by_triton",
+        __import__("offbeat.tiers.choice").tiers.choice._why_not_by_triton.__wrapped__,
+    )
+    a.step()
+    b.step()
+    assert_close(ours, plain, 0)
+    assert a.tiers()[0].tier == "foreach"
+    assert "because" in a.tiers()[0].reason
+    with pytest.raises(RuntimeError, match="because"):
+        offbeat.RMSprop(ours, fused=True).step()
