@@ -192,6 +192,24 @@ def the_module_inside_ddp(rank, world):
 
 
 @scenario(2)
+def state_in_codes(rank, world):
+    """Their mean means nothing; kept or begun anew they are as good as numbers."""
+    for policy in ("average", "keep", "reset"):
+        model = make(dtype=torch.float32)
+        inner = offbeat.AdamW(model.parameters(), lr=0.01, state_dtype="8bit")
+        local = offbeat.LocalSGD(inner, model, every=2, subgroup=None, state=policy)
+        loss(model, batch(0, rank).float()).backward()
+        if policy == "average":
+            with pytest.raises(TypeError, match="holds codes"):
+                local.step()
+            continue
+        local.step()
+        codes = [entry["exp_avg_8bit"] for entry in inner.state.values()]
+        assert (policy == "keep") == any(t.any() for t in codes)
+        assert torch.equal(*everyone(flat(model)))
+
+
+@scenario(2)
 def one_replica(rank, world):
     """Sharded over all ranks there is nothing to average, and a warning says so."""
     from torch.distributed.fsdp import fully_shard

@@ -57,6 +57,7 @@ class DeviceRun:
         self.kernel = triton_kernel(program, dtypes, compute, form)
         self._scales = [array("q", [t.data_ptr() for t in column]) for column in scales]
         self._device, self._numel, self._columns = device, numel, len(dtypes)
+        self._can_compile: dict[Variant, bool] = {}
         self._every_row = array("q", range(len(numel)))
         self._counters = counters
         self._forget_launches()
@@ -68,7 +69,12 @@ class DeviceRun:
 
     def can_compile(self, variant: Variant) -> bool:
         """Whether a variant of the kernel can be had; it is compiled to find out."""
-        return can_compile(self.program, self.kernel.dtypes, self.compute, variant, self._device, self.kernel.formats)
+        if (found := self._can_compile.get(variant)) is None:
+            kernel = self.kernel
+            found = self._can_compile[variant] = can_compile(
+                kernel.program, kernel.dtypes, kernel.compute, variant, self._device, kernel.formats
+            )
+        return found
 
     def with_numbers(
         self,

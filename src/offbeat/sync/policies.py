@@ -68,6 +68,11 @@ def state_items(optimizer: Optimizer, policy: str | Mapping[str, str], params: M
             wanted = policy.get(key) == "average" if isinstance(policy, Mapping) else True
             if not wanted or value is None:
                 continue
+            if key.endswith("_8bit"):
+                raise TypeError(
+                    f"state {key!r} of {type(optimizer).__name__} holds codes, and their mean means nothing; use "
+                    "state='keep' or 'reset', or a state_dtype that holds numbers"
+                )
             if isinstance(value, (list, dict, tuple)):
                 raise TypeError(
                     f"state {key!r} of {type(optimizer).__name__} is a {type(value).__name__} and cannot be averaged; "
