@@ -170,9 +170,11 @@ def test_a_step_never_waits_for_the_device(case, mode):
     for _ in range(2):
         optimizer.step(clip=clip)
     fresh = [torch.ones_like(p) for p in ours]
+    optimizer.step()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
+            optimizer.step()
             optimizer.step(clip=clip)
         for p, g in zip(ours, fresh, strict=True):
             p.grad = g

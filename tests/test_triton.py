@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 import offbeat
 from offbeat.optim import plan as plan_module
+from offbeat.tiers import device_table as table_module
 from offbeat.tiers import triton_kernel as kernel_module
 from offbeat.tiers.choice import uses_triton
 from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
@@ -266,26 +269,145 @@ def test_a_hyperparameter_the_coefficients_branch_on():
     assert_close(ours, theirs, 1e-12)
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "option", "before", "after"),
+    [
+        ("AdamW", "betas", [0.9, 0.999], [0.5, 0.9]),
+        ("AdamW", "lr", np.float32(0.125), np.float32(0.5)),
+        ("AdamW", "weight_decay", Fraction(1, 8), Fraction(1, 2)),
+        ("Rprop", "etas", [0.5, 1.2], [0.25, 1.5]),
+        ("NAdam", "betas", [0.9, 0.999], (0.5, 0.9)),
+        ("RAdam", "eps", np.float64(1e-8), 0.5),
+    ],
+)
+def test_hyperparameters_of_any_kind_are_live(name, option, before, after, mode):
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    plain = lambda x: tuple(map(float, x)) if isinstance(x, (list, tuple)) else float(x)  # noqa: E731
+    a = getattr(offbeat, name)(ours, **{option: before}, **mode)
+    b = getattr(torch.optim, name)(theirs, **{option: plain(before)}, foreach=False)
+    for step in range(6):
+        set_gradients(step, theirs)
+        give(ours, theirs)
+        if step == 3:
+            a.param_groups[0][option], b.param_groups[0][option] = after, plain(after)
+        a.step()
+        b.step()
+    assert_close(ours, theirs, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "RAdam", "ASGD"])
+def test_numbers_that_change_do_not_compile_anew(name):
+    ours = there(make_params(torch.float32))
+    optimizer = getattr(offbeat, name)(ours, fused=True)
+    set_gradients(0, ours)
+    for step in range(8):
+        if step == 3:
+            compiled = kernel_module.compile_source.cache_info().misses
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+            group["weight_decay"] = 0.1 + 0.01 * step
+        optimizer.step()
+    assert kernel_module.compile_source.cache_info().misses == compiled
+
+
+@pytest.mark.parametrize("mode", [{}, {"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_gradients_are_cleared_also_if_a_step_is_skipped(mode):
+    ours = there(make_params(torch.float32))
+    optimizer = offbeat.AdamW(ours, **mode)
+    for step in range(3):
+        set_gradients(step, ours)
+        before = [p.detach().clone() for p in ours]
+        optimizer.found_inf = torch.tensor([float(step == 1)], device=DEVICE)
+        versions = [p.grad._version for p in ours]
+        optimizer.step(zero_grad=True)
+        assert all((p.grad == 0).all() for p in ours)
+        assert all(p.grad._version > version for p, version in zip(ours, versions, strict=True))
+        assert all(torch.equal(p, q) == (step == 1) for p, q in zip(ours, before, strict=True) if p.numel())
+
+
+def odd_gradients():
+    """Gradients a kernel cannot write to as they are."""
+    return {
+        "another layout": torch.ones(30, 20, device=DEVICE).t(),
+        "negative bit": torch._neg_view(torch.full((20, 30), -1.0, device=DEVICE)),
+        "sparse": torch.ones(20, 30, device=DEVICE).to_sparse(),
+    }
+
+
+@pytest.mark.parametrize("which", odd_gradients())
+@pytest.mark.parametrize("mode", [{}, {"foreach": True}, {"foreach": False}], ids=str)
+def test_the_users_own_gradients_are_changed(which, mode):
+    p = torch.ones(20, 30, device=DEVICE).requires_grad_()
+    optimizer = offbeat.SGD([p], lr=0.1, momentum=0.5, **mode)
+    for _ in range(2):
+        p.grad = odd_gradients()[which]
+        optimizer.grad_scale, optimizer.found_inf = torch.full((1,), 4.0, device=DEVICE), torch.zeros(1, device=DEVICE)
+        optimizer.step()
+        dense = p.grad.to_dense() if p.grad.layout != torch.strided else p.grad
+        assert (dense == 0.25).all()
+        del optimizer.grad_scale, optimizer.found_inf
+        optimizer.step(zero_grad=True)
+        dense = p.grad.to_dense() if p.grad.layout != torch.strided else p.grad
+        assert (dense == 0).all()
+    buffer, value = 0.0, 1.0
+    for gradient in (0.25, 0.25, 0.25, 0.25):
+        buffer = 0.5 * buffer + gradient
+        value -= 0.1 * buffer
+    torch.testing.assert_close(p, torch.full_like(p, value))
+
+
+def test_two_parameters_with_one_gradient():
+    p, q = (torch.zeros(4, device=DEVICE).requires_grad_() for _ in range(2))
+    optimizer = offbeat.SGD([p, q], lr=1.0)
+    for _ in range(3):
+        p.grad = q.grad = torch.ones(4, device=DEVICE)
+        optimizer.step(zero_grad=True)
+        assert (p.grad == 0).all()
+    assert (p == -3).all()
+    assert (q == -3).all()
+
+
+def test_clip_in_double_precision():
+    for clip in (0.1, torch.tensor(0.1, dtype=torch.float64, device=DEVICE)):
+        p = torch.zeros(4, dtype=torch.float64, device=DEVICE).requires_grad_()
+        p.grad = torch.ones_like(p)
+        offbeat.SGD([p], lr=1.0).step(clip=clip)
+        assert (p == -0.1).all()
+
+
+def test_a_grad_scaler_without_gradients():
+    p = torch.zeros(4, device=DEVICE).requires_grad_()
+    scaler = torch.amp.GradScaler(DEVICE.type)
+    scaler.scale(torch.ones((), device=DEVICE))
+    scaler.step(offbeat.AdamW([p], fused=True))
+    assert (p == 0).all()
+
+
 def test_tables_are_kept(monkeypatch):
-    """An unchanged group is stepped by its plan; addresses travel only when they change."""
+    """An unchanged group is stepped by its plan; addresses travel when they change, and only then."""
     used, sent = [], []
-    run = plan_module.PlannedUpdate.run
+    run, send = plan_module.PlannedUpdate.run, table_module.DeviceTable._send
     monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), run(self, extras)))
     ours = there(make_params(torch.float32))
     optimizer = offbeat.AdamW(ours)
-    for step in range(6):
-        if step < 4:
-            set_gradients(0 if step == 0 else 1, ours) if step in (0, 3) else None
-        table = next(iter(optimizer._plans.values())).tables[0].device_run.table if step > 1 else None
-        if table is not None:
-            real = type(table)._send
-            monkeypatch.setattr(
-                table, "_send", lambda column, words, t=table: (sent.append(column), real(t, column, words))
-            )
-        optimizer.step()
-    assert len(used) == 5
-    assert sent.count(1) <= 2
-    assert set(sent) <= {1}
+    set_gradients(0, ours)
+    optimizer.step()
+    optimizer.step()
+    monkeypatch.setattr(
+        table_module.DeviceTable, "_send", lambda self, column, words: (sent.append(column), send(self, column, words))
+    )
+    optimizer.step()
+    assert sent == []
+    held = [p.grad for p in ours]  # so that new ones lie elsewhere
+    set_gradients(1, ours)
+    optimizer.step()
+    assert sent == [1]
+    optimizer.step()
+    assert sent == [1]
+    assert len(used) == 4
+    del held
 
 
 def test_without_triton(monkeypatch):

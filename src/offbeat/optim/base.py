@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -94,10 +95,11 @@ class RuleOptimizer(Optimizer):
         Args:
             closure: re-evaluates the model and returns the loss, with gradients enabled.
             clip: a number gradients are multiplied by for this update, such as the coefficient of
-                :func:`torch.nn.utils.clip_grad_norm_`; a tensor on the parameters' device is not waited for. The
-                gradients themselves stay as they are. The fused tier on a GPU does it in the same pass over memory,
-                others make a copy of the gradients.
-            zero_grad: whether gradients are zero afterwards; in the same pass on a GPU.
+                :func:`torch.nn.utils.clip_grad_norm_`. The gradients themselves stay as they are. The fused tier on a
+                GPU does it in the same pass over memory and does not wait for a tensor there; others make a copy of
+                the gradients.
+            zero_grad: whether gradients are zero afterwards, also of a step that a GradScaler has skipped; in the same
+                pass on a GPU.
 
         Returns:
             What the closure returned, or None.
@@ -149,9 +151,10 @@ class RuleOptimizer(Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if clip is None and scale is None and found_inf is None and not zero_grad:
             return NOTHING
+        if found_inf is not None and not isinstance(found_inf, Tensor):  # a GradScaler's sum over no gradients
+            found_inf = torch.tensor(float(found_inf))
         if clip is not None and not isinstance(clip, Tensor):
-            first = next(p for group in self.param_groups for p in group["params"])
-            clip = torch.full((), clip, dtype=torch.float32, device=first.device)
+            clip = torch.tensor(clip, dtype=torch.float64)
         if clip is not None and clip.numel() != 1:
             raise ValueError(f"clip must be one number, but it is of shape {tuple(clip.shape)}")
         return Extras(scale, found_inf, clip, zero_grad)
@@ -185,6 +188,9 @@ class RuleOptimizer(Optimizer):
                 update.commit()
             for update in updates:
                 update.run(at_hand or NOTHING)
+            if at_hand and at_hand.changes_gradients:
+                given = [[p.grad for p in params] if grads is None else grads for _, params, grads in work]
+                increment_version([g for some in given for g in some if g is not None])
             for (group, params, _), update in zip(work, updates, strict=True):
                 if isinstance(update, Update):
                     self._remember(group, params, update, part_plans)

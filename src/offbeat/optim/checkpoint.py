@@ -72,10 +72,11 @@ def loaded(
         was, now = theirs.get("state_dtype"), fresh_group.get("state_dtype")
         for p in mine["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
-            if entry and (was is not None or any(fresh_group.get(name) is not None for name in PRECISION)):
+            compact = was is not None or any(fresh_group.get(name) is not None for name in PRECISION)
+            if entry and (compact or "compensation" in entry):
                 entry = converted(entry, p, kept, was, now)
             if entry:
-                _check_kind(entry, scalars, tensors)
+                _check_kind(entry, scalars, tensors - {"compensation"})
             if entry is not None:
                 state[p] = {k: _fit(p, k, v, k in tensors, k in scalars) for k, v in entry.items()}
         _side_by_side(state, mine["params"], scalars, fresh_group)

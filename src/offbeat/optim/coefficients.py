@@ -24,8 +24,8 @@ __all__ = ["DeviceNumbers", "device_rows"]
 class DeviceNumbers:
     """The kernel that works out a rule's coefficients, and the hyperparameters it takes.
 
-    Those are inputs as far as the rule's functions can be traced with them. One a function branches on is fixed; a
-    change of it needs another kernel.
+    Those are inputs if the rule's functions can be traced with all of them; if they branch on one, all but the learning
+    rate and tensors are fixed, and a change of them needs another kernel.
     """
 
     kernel: NumberKernel
@@ -60,15 +60,15 @@ class DeviceNumbers:
             tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
             kernel = NumberKernel(program, tuple(stored.items()), tuple(tensors.items()), names, compute, columns)
             numbers = tuple(name for name in inputs if name not in tensors)
-            fixed = {name: value for name, value in values.items() if name not in inputs}
+            fixed = {name: value for name, value in _everything(rule, h).items() if name not in inputs}
             return DeviceNumbers(kernel, numbers, tuple(tensors), tuple(tensors.values()), fixed)
         return None
 
     def fits(self, h: Values) -> bool:
         """Whether the kernel is right for these hyperparameters."""
-        if not self._fixed and not self._tensors:
-            return True
-        if any(_get(h, name) != value for name, value in self._fixed.items()):
+        if any(isinstance(_get(h, name), Tensor) for name in self._numbers):
+            return False
+        if any(isinstance(now := _get(h, name), Tensor) or now != value for name, value in self._fixed.items()):
             return False
         found = [_get(h, name) for name in self._tensors]
         return all(isinstance(t, Tensor) and t.dtype == k for t, k in zip(found, self._kinds, strict=True))
@@ -87,16 +87,23 @@ def _scalars(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _hyper(rule: Rule, h: Values) -> dict[str, Any]:
-    """All hyperparameters that are numbers, those in tuples by name and position (``betas.0``)."""
+    """All hyperparameters that are numbers."""
+    return {
+        name: value
+        for name, value in _everything(rule, h).items()
+        if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    }
+
+
+def _everything(rule: Rule, h: Values) -> dict[str, Any]:
+    """All hyperparameters, those in tuples by name and position (``betas.0``)."""
     found: dict[str, Any] = {}
     for hyper in rule.hyper:
         value = getattr(h, hyper.name)
-        parts = (
-            {f"{hyper.name}.{i}": v for i, v in enumerate(value)} if isinstance(value, tuple) else {hyper.name: value}
-        )
-        found |= {
-            name: v for name, v in parts.items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)
-        }
+        if isinstance(value, tuple):
+            found |= {f"{hyper.name}.{i}": part for i, part in enumerate(value)}
+        else:
+            found[hyper.name] = value
     return found
 
 

@@ -60,6 +60,7 @@ class DeviceRun:
         self._can_compile: dict[Variant, bool] = {}
         self._every_row = array("q", range(len(numel)))
         self._counters = counters
+        self._past: list[Any] = []
         self._forget_launches()
         if counters is None:
             self.table = DeviceTable(len(dtypes), numel, device, self._scales)
@@ -97,6 +98,10 @@ class DeviceRun:
         copy_from_host(values, table[: len(values)])
         self._launch([table], extras, by_row=True)
 
+    def fits(self, h: Values) -> bool:
+        """Whether coefficients for these hyperparameters can be made as those before were."""
+        return self._numbers is None or self._numbers.fits(h)
+
     def with_counters(self, addresses: Sequence[array[int]], h: Values, extras: Extras, *, capturing: bool) -> None:
         """Run with coefficients made on the device; counters have moved on afterwards.
 
@@ -104,7 +109,9 @@ class DeviceRun:
             capturing: whether a graph is being captured, whose replays must not see what later steps send.
         """
         assert self._counters is not None
-        if self._numbers is not None and not self._numbers.fits(h):
+        if not self.fits(h):
+            if self.table.is_captured:
+                self._past.append((self.table, self.rows))
             self._begin(h)
         numbers = self._numbers
         tail = array("d") if numbers is None else numbers.tail(h)

@@ -40,6 +40,11 @@ class Extras:
         """The numbers, in the order in which a kernel takes them."""
         return self.scale, self.found_inf, self.clip
 
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether gradients are others afterwards."""
+        return self.zero or self.scale is not None
+
     def variant(self, *, by_row: bool) -> Variant:
         """The kernel that does this in the same pass."""
         scaled, guarded, clipped = (t is not None for t in self.numbers)
@@ -50,12 +55,13 @@ NOTHING = Extras()
 
 
 def fitting(extras: Extras, work: Sequence[Any]) -> Extras | None:
-    """The same with all numbers as float32 on the one device of the work, or None if there are several."""
+    """The same with all numbers on the one device of the work, as kernels take them; None if there are several."""
     devices = {p.device for _, params, _ in work for p in params}
     if len(devices) != 1:
         return None
     device = devices.pop()
-    scale, found_inf, clip = (None if t is None else t.detach().to(device, torch.float32) for t in extras.numbers)
+    scale, found_inf = (None if t is None else t.detach().to(device, torch.float32) for t in extras.numbers[:2])
+    clip = None if extras.clip is None else extras.clip.detach().to(device, torch.float64)
     return Extras(scale, found_inf, clip, extras.zero)
 
 
@@ -65,20 +71,38 @@ def by_hand(extras: Extras, work: Sequence[Any]) -> Iterator[list[Any] | None]:
 
     On leaving, gradients are cleared if they are to be.
     """
+    gradients = [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
+    there = list({id(g): local(g) for some in gradients for g in some if g is not None}.values())
     if extras.found_inf is not None and extras.found_inf.item():
         yield None
-        return
-    gradients = [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
-    there = [local(g) for some in gradients for g in some if g is not None]
-    if extras.scale is not None and there:
-        torch._foreach_div_(there, extras.scale.item())
-    if extras.clip is None:
-        yield list(work)
     else:
-        clip = extras.clip.item()
-        yield [
-            (group, params, [None if g is None else g * clip for g in some])
-            for (group, params, _), some in zip(work, gradients, strict=True)
-        ]
-    if extras.zero and there:
-        torch._foreach_zero_(there)
+        if extras.scale is not None:
+            _in_place(there, extras.scale.item())
+        if extras.clip is None:
+            yield list(work)
+        else:
+            clip = extras.clip.item()
+            yield [
+                (group, params, [None if g is None else g * clip for g in some])
+                for (group, params, _), some in zip(work, gradients, strict=True)
+            ]
+    if extras.zero:
+        _in_place(there, None)
+
+
+def _in_place(tensors: Sequence[Tensor], number: float | None) -> None:
+    """Divide by a number, or clear for None: plain tensors together, others one by one."""
+    plain = [t for t in tensors if t.layout is torch.strided and not (t.is_neg() or t.is_conj())]
+    if plain:
+        if number is None:
+            torch._foreach_zero_(plain)
+        else:
+            torch._foreach_div_(plain, number)
+    chosen = set(map(id, plain))
+    for t in tensors:
+        if id(t) in chosen:
+            continue
+        if number is None:
+            t.zero_()
+        else:
+            t.div_(number)

@@ -11,8 +11,9 @@ from torch import Tensor
 from offbeat.optim.gradients import is_dtensor, local, local_gradient
 from offbeat.optim.precision import check_compact, is_compact
 from offbeat.tiers.choice import Choice
-from offbeat.tiers.codec import scales_for
+from offbeat.tiers.codec import CODE_DTYPES, decode, encode, scales_for
 from offbeat.tiers.layout import match_layout
+from offbeat.tiers.triton_source import scaled_columns
 
 if TYPE_CHECKING:
     from offbeat.optim.update import Update
@@ -35,6 +36,7 @@ class Member:
     distributed: bool
     rows: tuple[Tensor, ...] | None = None  # the rows a sparse gradient touches
     choice: Choice = _SPARSE
+    own_gradient: bool = True  # the gradient's column is the user's tensor, not a copy of it
     on_device: bool = False  # the numbers of its update stay on the device
     scales: list[Tensor] = field(default_factory=list)  # of state in 8 bits
 
@@ -81,7 +83,8 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
                 f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter needs "
                 f"{scales_for(p.numel())} scales on {p.device}; remove optimizer.state[p], or load it again"
             )
-    return Member(p, columns, scalars, fresh, simple, distributed, rows, scales=scales)
+    own_gradient = columns[1] is own[1] and gradient is own[1]
+    return Member(p, columns, scalars, fresh, simple, distributed, rows, own_gradient=own_gradient, scales=scales)
 
 
 def _dense(update: Update, p: Tensor, key: str, t: Tensor) -> Tensor:
@@ -123,8 +126,18 @@ def align(update: Update, member: Member) -> None:
             continue
         member.columns[i] = aligned
         member.simple = False
-        if i > 1:
-            _replace_state(update, member.param, update.tensor_keys[i - 2], aligned)
+        if i == 1:
+            member.own_gradient = False
+            continue
+        form = update.form[i] if i < len(update.form) else "plain"
+        if form in CODE_DTYPES:
+            # Blocks that share a scale are blocks of memory: other elements share it now.
+            which = scaled_columns(update.form).index(i)
+            scales = torch.empty_like(member.scales[which])
+            encode(match_layout(decode(t, member.scales[which], form), p), aligned, scales, form)
+            member.scales[which] = scales
+            update.created.append((member.param, update.scale_keys[which], scales))
+        _replace_state(update, member.param, update.tensor_keys[i - 2], aligned)
 
 
 def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> None:

@@ -98,8 +98,6 @@ class Plan:
         planned = {i for table in tables for i in table.positions}
         self.outside = [i for i in range(self.size) if i not in planned]
         self.capturable = bool(update.h.capturable)
-        if self.capturable:
-            state.kept.append(self)  # a captured graph needs its tables for as long as it needs the state
 
     def prepare(
         self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
@@ -123,7 +121,8 @@ class Plan:
                 return None
             if table.on_device:
                 assert table.device_run is not None
-                if capturing and (count < len(table.params) or not table.device_run.table.can_freeze):
+                run = table.device_run
+                if capturing and (count < len(table.params) or not run.table.can_freeze or not run.fits(settings.h)):
                     return None
                 parts.append((table, count, None))
                 continue
@@ -146,6 +145,10 @@ class PlannedUpdate:
 
     def takes(self, extras: Extras) -> bool:
         """Whether :meth:`run` can do this in the same pass."""
+        if extras.changes_gradients:
+            places = [at for table, _, _ in self.parts for at in table.book.tables[1] if at > 1]
+            if len(set(places)) < len(places):  # one gradient for two parameters
+                return False
         for table, _, numbers in self.parts:
             run = table.device_run
             if run is None or (extras.found_inf is not None and table.counters and not table.on_device):
@@ -177,9 +180,11 @@ class PlannedUpdate:
     def _run_on_device(self, table: _Table, extras: Extras) -> None:
         run = table.device_run
         assert run is not None
+        if self.capturing and self.plan not in self.plan.state.kept:
+            self.plan.state.kept.append(self.plan)  # a graph needs its tables for as long as it needs the state
+        run.with_counters(table.book.tables, self.h, extras, capturing=self.capturing)
         if self.plan.capturable and not self.capturing:
             run.table.prepare_captures()
-        run.with_counters(table.book.tables, self.h, extras, capturing=self.capturing)
 
 
 def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | NativePlan | None:

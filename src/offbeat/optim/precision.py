@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.rules.rule import Rule, Slot, Values
 from offbeat.tiers.codec import CODE_DTYPES, decode, encode, round_stochastically, scales_for
+from offbeat.tiers.layout import is_dense, same_layout
 from offbeat.tiers.loop import evaluate
 
 __all__ = [
@@ -19,12 +20,14 @@ __all__ = [
     "converted",
     "formats",
     "is_compact",
+    "is_stored_otherwise",
     "kept_slots",
     "precision_options",
     "run_compact",
 ]
 
 EIGHT = "8bit"
+NO_SHARES = "state_dtype='8bit' does not know how to share out scales of distributed parameters; use torch.bfloat16"
 _ROUNDINGS = (None, "stochastic", "kahan")
 _STATES = (None, torch.float32, torch.bfloat16, EIGHT)
 
@@ -101,9 +104,7 @@ def check_compact(h: Values, p: Tensor, distributed: bool, sparse: bool) -> None
     if sparse:
         raise RuntimeError("sparse gradients need full precision; leave state_dtype and rounding out for their group")
     if distributed and vars(h).get("state_dtype") == EIGHT:
-        raise RuntimeError(
-            "state_dtype='8bit' does not know how to share out scales of distributed parameters; use torch.bfloat16"
-        )
+        raise RuntimeError(NO_SHARES)
 
 
 def run_compact(
@@ -154,14 +155,22 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
         now: ``state_dtype`` of this one.
     """
     wanted = [slot.key for slot in slots]
-    if was == now and all(key in entry or key == "compensation" for key in wanted):
+    there = [entry[slot.key] for slot in slots if slot.form in CODE_DTYPES and slot.key in entry]
+    placed = all(isinstance(t, Tensor) and is_dense(t) and same_layout(t, p) for t in there)
+    if was == now and placed and all(key in entry or key == "compensation" for key in wanted):
         return {key: value for key, value in entry.items() if key != "compensation" or key in wanted}
+    if any(slot.form in CODE_DTYPES for slot in slots) and type(p) not in (Tensor, torch.nn.Parameter):
+        raise ValueError(NO_SHARES)
     found: dict[str, Any] = {}
-    numbers = _decoded(entry)
+    numbers = {key: value for key, value in _decoded(entry).items() if value is not None}
+    bases = {slot.key.removesuffix("_8bit") for slot in slots if not slot.scalar}
+    if any(base in entry and entry[base] is None for base in bases) and not bases & numbers.keys():
+        return {}  # as an old SGD writes it that has not begun
+    begun = not all(_is_mark(value) for key, value in numbers.items() if key in bases)
     for slot in slots:
         base = slot.key.removesuffix("_8bit")
         if slot.scalar and slot.key == "step" and "step" not in numbers:
-            found["step"] = 1.0  # it has begun: its state is there
+            found["step"] = 1.0 if begun else 0.0  # its state is there, but it may be waiting for its first step
         elif slot.form in CODE_DTYPES and base in numbers:
             x = numbers[base].to(p.device)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
@@ -173,8 +182,35 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
             if not slot.scalar and isinstance(value, Tensor) and (was is not None or slot.dtype is not None):
                 value = value.to(slot.dtype or p.dtype)
             found[slot.key] = value
-    known = {*wanted, *found, "compensation"}
-    return found | {key: value for key, value in numbers.items() if key not in known and key != "step"}
+    known = {*wanted, *found, *bases, "compensation", "step"}
+    return found | {key: value for key, value in numbers.items() if key not in known}
+
+
+def _is_mark(value: Any) -> bool:
+    """Whether this says "no step yet": see :func:`offbeat.optim.state.mark_unbegun`."""
+    from offbeat.optim.state import is_unbegun
+
+    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(value)
+
+
+def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:
+    """Whether state is in another form than these slots say: the options of a live group have changed."""
+    wants_codes = any(slot.form in CODE_DTYPES for slot in slots)
+    if wants_codes != any(key.endswith("_8bit") for key in entry):
+        return any(slot.key.removesuffix("_8bit") in _bases(entry) for slot in slots if not slot.scalar)
+    if "compensation" in entry and all(slot.key != "compensation" for slot in slots):
+        return True
+    for slot in slots:
+        value = entry.get(slot.key)
+        if slot.dtype is not None and isinstance(value, Tensor) and value.dtype != slot.dtype:
+            return True
+        if slot.scalar and slot.key == "step" and value is None and any(s.dtype is not None for s in slots):
+            return True
+    return False
+
+
+def _bases(entry: Mapping[str, Any]) -> set[str]:
+    return {key.removesuffix("_8bit") for key in entry}
 
 
 def _decoded(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Number
 from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
-from offbeat.optim.precision import kept_slots
+from offbeat.optim.precision import check_precision, kept_slots
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
 __all__ = ["Settings", "SettingsCache", "has_tensors", "hyperparameters", "kernel_shape", "on_host"]
@@ -22,14 +23,23 @@ class Settings(NamedTuple):
 
 def hyperparameters(group: dict[str, Any]) -> Values:
     """A group's options as attributes. Tensors become numbers, unless autograd watches them or they are on a device."""
-    h = Values(**group)
+    h = Values(**{name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")})
     watched = bool(h.differentiable)
-    for name, value in group.items():
+    for name, value in vars(h).copy().items():
         if isinstance(value, Tensor) and value.numel() == 1:
             setattr(h, name, _scalar(value, watched))
         elif name == "betas" and any(isinstance(b, Tensor) for b in value):
             setattr(h, name, tuple(_scalar(b, watched) if isinstance(b, Tensor) else b for b in value))
     return h
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and numbers of any library as Python's."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    if isinstance(value, Number) and not isinstance(value, (int, float, complex)):
+        return float(value)  # type: ignore[arg-type]
+    return value
 
 
 def _scalar(value: Tensor, watched: bool) -> Any:
@@ -74,12 +84,14 @@ class SettingsCache:
     def of(self, group: dict[str, Any]) -> Settings:
         """What this group says now."""
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        known = self._known.get(id(group))
+        constant = all(map(_is_constant, options.values()))  # a tensor may change in place
+        known = self._known.get(id(group)) if constant else None
         if known is not None and known[0] == options:
             return known[1]
+        check_precision(self._rule, options)
         h = hyperparameters({**FLAGS, **options})
         settings = Settings(h, kernel_shape(self._rule, h), has_tensors(h))
-        if all(map(_is_constant, options.values())):  # a tensor may change in place
+        if constant:
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
             self._known[id(group)] = (options, settings)

@@ -7,12 +7,14 @@ torch.optim to look at and to write to; every change of an entry is counted, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from offbeat.optim.gradients import is_dtensor
+from offbeat.optim.precision import NO_SHARES
 from offbeat.optim.scalars import new_scalars, scalar_dtype
 from offbeat.optim.settings import has_tensors
 from offbeat.rules.rule import Slot, Values
@@ -102,10 +104,17 @@ def _plain_state(items: list[tuple[Any, Any]]) -> defaultdict[Any, Any]:
 
 
 def new_state(
-    slots: Sequence[Slot], h: Values, params: Sequence[Tensor], state: State
+    slots: Sequence[Slot],
+    h: Values,
+    params: Sequence[Tensor],
+    state: State,
+    others: Mapping[int, dict[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, str, Tensor]]]:
-    """Each parameter's state with what was missing added, and a list of what was added. ``state`` is not touched."""
-    entries = [dict(state.get(p) or {}) for p in params]
+    """Each parameter's state with what was missing added, and a list of what was added. ``state`` is not touched.
+
+    ``others`` are entries that are to take the place of those in ``state``, by the parameter's id.
+    """
+    entries = [dict((others or {}).get(id(p)) or state.get(p) or {}) for p in params]
     created: list[tuple[Tensor, str, Tensor]] = []
     for slot in slots:
         lacking = [i for i, entry in enumerate(entries) if not isinstance(entry.get(slot.key), Tensor)]
@@ -120,6 +129,8 @@ def new_state(
 
 
 def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
+    if slot.form in ("signed8", "unsigned8", "scales") and is_dtensor(p):
+        raise RuntimeError(NO_SHARES)
     if slot.form == "scales":
         return torch.zeros(scales_for(p.numel()), dtype=slot.dtype, device=p.device)
     if slot.dtype is not None:

@@ -21,7 +21,7 @@ from offbeat.optim.device import DeviceCounters, DeviceRun
 from offbeat.optim.extras import NOTHING, Extras
 from offbeat.optim.gradients import check_gradient, local
 from offbeat.optim.members import Member, align, make_member
-from offbeat.optim.precision import formats, kept_slots, run_compact
+from offbeat.optim.precision import converted, formats, is_stored_otherwise, kept_slots, run_compact
 from offbeat.optim.scalars import Scalars, coefficient_rows, move_on
 from offbeat.optim.settings import has_tensors, on_host
 from offbeat.optim.state import State, is_unbegun, new_state
@@ -51,6 +51,7 @@ class Update:
     structure: dict[str, bool]
     members: list[Member] = field(default_factory=list)
     created: list[tuple[Tensor, str, Tensor]] = field(default_factory=list)
+    restored: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)  # state in another form than before
     program: Program | None = None
     counters: list[Scalars] = field(default_factory=list)
     rows: list[int] | None = None
@@ -84,6 +85,8 @@ class Update:
 
     def commit(self) -> None:
         """Put the state made while preparing into the optimizer."""
+        for p, entry in self.restored:
+            self.state[p] = entry
         for p, key, value in self.created:
             self.state[p][key] = value
 
@@ -91,6 +94,10 @@ class Update:
         """Whether :meth:`run` can do this in the same pass."""
         if any(not uses_triton(m.choice, m.columns[0].device) for m in self.members):
             return False
+        if extras.changes_gradients:
+            places = [m.columns[1].data_ptr() for m in self.members if m.columns[1].numel()]
+            if len(set(places)) < len(places) or not all(m.own_gradient for m in self.members):
+                return False
         for (device, dtypes), (m, *_) in _batches(self.members).items():
             program = program_for(self.rule, self.h, on_device=m.on_device)
             compute = compute_dtype(m.columns)
@@ -237,7 +244,12 @@ def prepare(rule: Rule, h: Values, params: Sequence[Tensor], grads: Sequence[Ten
                 f"If capturable=True, params and state_steps must be on supported devices: {list(_CAPTURABLE)}, "
                 f"but one is on {p.device}; leave capturable out"
             )
-    entries, update.created = new_state(update.slots, h, [p for p, _ in given], state)
+    for p, _ in given:
+        entry = state.get(p)
+        if entry and is_stored_otherwise(entry, update.slots):
+            update.restored.append((p, converted(entry, p, update.slots, "another form", vars(h).get("state_dtype"))))
+    others = {id(p): entry for p, entry in update.restored}
+    entries, update.created = new_state(update.slots, h, [p for p, _ in given], state, others)
     newborn = {id(p) for p, _, _ in update.created}
     marked = rule.first_step_differs(h) and "step" not in update.scalar_keys
     for (p, g), entry in zip(given, entries, strict=True):

@@ -27,11 +27,9 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     rho = rho_inf - 2 * s.step * (beta2**s.step) / correction2
     # Under 5 the rectification is not used: any positive stand-in keeps its square root real.
     trusted = maximum(rho, 5.0)
-    rectification = (
-        sqrt((trusted - 4) * (trusted - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * trusted))
-        if rho_inf > 5
-        else 0.0
-    )
+    large = maximum(rho_inf, 5.0)
+    root = sqrt((trusted - 4) * (trusted - 2) * large / ((large - 4) * (large - 2) * trusted))
+    rectification = where(rho_inf > 5, root, 0.0)
     step_size = h.lr / (1 - beta1**s.step)
     return {
         "weight_decay": h.weight_decay,

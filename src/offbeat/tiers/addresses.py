@@ -121,7 +121,7 @@ class AddressBook:
         """Whether distributed gradients are cut as their parameters; what they say of it is recognised from now on."""
         grads = [p.grad for p in params] if grads is None else grads
         specs = [getattr(g, "_spec", None) for g in grads]
-        if any(s is not None and s.placements != p._spec.placements for p, s in zip(params, specs, strict=True)):
+        if any(s is not None and not _cut_alike(s, p._spec) for p, s in zip(params, specs, strict=True)):
             return False
         known = next((type(g) for g, spec in zip(grads, specs, strict=True) if spec is not None), None)
         self._arguments[_WRAPPER_TYPE] = id(known)
@@ -132,7 +132,7 @@ class AddressBook:
         return True
 
     def bump(self, active: Sequence[int] | None) -> None:
-        """Tell autograd that the rows read last (``active``: only these) are about to be written."""
+        """Tell autograd that the rows read last (``active``: only these) are written."""
         library = _library() if self._reader is not None else None
         if library is not None:
             library[0].offbeat_bump(self._arguments.buffer_info()[0], self._threads())
@@ -171,13 +171,17 @@ class AddressBook:
         return count
 
 
+def _cut_alike(a: Any, b: Any) -> bool:
+    return bool(a.placements == b.placements and a.mesh == b.mesh)
+
+
 def unwrap(params: Sequence[Any], grads: Sequence[Any]) -> tuple[list[Tensor], list[Tensor | None]] | None:
     """The local parts, or None where gradients are not cut as their parameters."""
     local: list[Tensor | None] = []
     for p, g in zip(params, grads, strict=True):
         if g is None:
             local.append(None)
-        elif type(g) is Tensor or getattr(g, "_spec", None) is None or g._spec.placements != p._spec.placements:
+        elif type(g) is Tensor or getattr(g, "_spec", None) is None or not _cut_alike(g._spec, p._spec):
             return None
         else:
             local.append(g._local_tensor)

@@ -192,7 +192,7 @@ static void bump_worker(void *data) {
   }
 }
 
-/* Tell autograd that the tensors of every row with a gradient are about to be written. */
+/* Tell autograd that the tensors of every row with a gradient are written. */
 void offbeat_bump(const struct request *r, i64 threads) {
   struct reading reading = {r, 0, 0, 0, 0, 0};
   if (threads > 1) GOMP_parallel(bump_worker, &reading, threads, 0);

@@ -3,6 +3,7 @@ r"""Numbers in fewer bits: what the compact forms of state and parameters mean, 
 - ``signed8``: blocks of 256 elements share a scale :math:`s`, their largest absolute value; a code :math:`c` of -127 to
   127 stands for :math:`s \, \mathrm{sign}(c) (c/127)^2`.
 - ``unsigned8``: as well, a code of 0 to 255 stands for :math:`s \, (c/255)^4`. What is not zero does not become zero.
+  In both, a number that is not finite spoils its block.
 - ``stochastic``: bfloat16, rounded up or down with the probabilities that make it right on average. What is random is
   a hash of the element's place, the step and the column, so that a step can be repeated.
 - ``kahan``: bfloat16, with what rounding took away in a second bfloat16.
@@ -50,7 +51,7 @@ def encode(x: Tensor, codes: Tensor, scales: Tensor, kind: str) -> None:
     values = flat(x).to(torch.float32)
     padded = torch.zeros(len(scales) * GROUP, dtype=torch.float32, device=x.device)
     padded[: len(values)] = values
-    largest = padded.view(-1, GROUP).abs().amax(1)
+    largest = padded.view(-1, GROUP).abs().nan_to_num(torch.inf, torch.inf).amax(1)
     inverse = torch.where(largest > _SMALLEST[kind], _LEVELS[kind] / largest, 0.0)
     inverse = inverse.repeat_interleave(GROUP)[: len(values)]
     if kind == "signed8":

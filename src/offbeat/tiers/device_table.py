@@ -77,6 +77,11 @@ class DeviceTable:
         """Whether a captured launch can have a table of its own."""
         return bool(self._spares)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a graph has been captured that reads from here."""
+        return bool(self._kept)
+
     def freeze(self, addresses: Sequence[array[int]], rows: array[int], tail: array[float]) -> Tensor:
         """A table that stays as it is, for the launches of a graph that is being captured.
 

@@ -1,7 +1,7 @@
 """The fused tier: the whole update of many tensors in one pass over memory.
 
-On the CPU the traced rule is compiled to a kernel that reads a table of pointers. A GPU kernel made from the
-same program has its place beside it.
+On the CPU the traced rule is compiled to a kernel that reads a table of pointers. The one for GPUs, made from the same
+program, is in :mod:`offbeat.tiers.triton_kernel`.
 """
 
 from __future__ import annotations

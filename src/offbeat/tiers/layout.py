@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["compute_dtype", "flat", "is_dense", "match_layout"]
+__all__ = ["compute_dtype", "flat", "is_dense", "match_layout", "same_layout"]
 
 _HALF = (torch.float16, torch.bfloat16)
 

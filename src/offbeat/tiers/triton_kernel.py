@@ -90,7 +90,8 @@ class TritonKernel:
         """The compiled kernel. Raises :class:`TritonError`."""
         numbers = [1.5] * len(self.program.coefficients)
         scalars = [self.compute] if variant.by_row else numbers
-        kinds = (torch.int64, torch.int64, 2, *scalars, *([torch.float32] * len(variant.extras)))
+        extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
+        kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
         source = triton_source(self.program, self.dtypes, self.compute, variant, self.formats)
         registers = REGISTERS if scaled_columns(self.formats) else None
         return compile_source(source, kinds, BLOCK, device, is_rough(self.dtypes, self.formats), registers)
@@ -99,7 +100,7 @@ class TritonKernel:
         """The launch for a table: call it with coefficients and then extras.
 
         Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
-        that :attr:`Variant.extras` names, each one float32 number on the device.
+        that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
 
         Args:
             words: the table's content, if not the current one.
@@ -188,13 +189,15 @@ def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, .
 def _launcher(compiled: Any, programs: int) -> Callable[..., None]:
     """Call it with a stream and arguments. Where nobody listens to launches, what would tell listeners is left out."""
     runner = compiled[(programs, 1, 1)]
-    listeners = getattr(importlib.import_module("triton.knobs").runtime.launch_enter_hook, "calls", None)
-    if not isinstance(listeners, list):
+    knobs = importlib.import_module("triton.knobs").runtime
+    listeners = getattr(knobs.launch_enter_hook, "calls", None)
+    others = getattr(knobs.launch_exit_hook, "calls", None)
+    if not (isinstance(listeners, list) and isinstance(others, list)):
         return lambda stream, *arguments: runner(*arguments, stream=stream)
     run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
 
     def launch(stream: int, *arguments: Any) -> None:
-        if listeners:
+        if listeners or others:
             runner(*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)

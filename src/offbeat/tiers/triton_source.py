@@ -116,7 +116,8 @@ def stochastic(x, chance, COLUMN: tl.constexpr):
 
 @triton.jit
 def largest(x, BLOCK: tl.constexpr):
-    return tl.max(tl.reshape(tl.abs(x), [BLOCK // 256, 256]), 1)
+    size = tl.where(x == x, tl.abs(x), float("inf"))
+    return tl.max(tl.reshape(size, [BLOCK // 256, 256]), 1)
 
 
 @triton.jit
@@ -251,11 +252,10 @@ def _kernel(
         "    start = (place & 4294967295) * BLOCK",
         *(f"    a{i} = tl.load(table + tensors * {i} + tensor)" for i in columns),
         f"    left = tl.load(table + tensors * {len(dtypes)} + tensor) - start",
-        "    live = a1 != 0",
+        "    there = a1 != 0",
+        f"    live = there{' & (tl.load(found_inf) == 0)' if variant.guarded else ''}",
+        "    if live:",
     ]
-    if variant.guarded:
-        lines.append("    live = live & (tl.load(found_inf) == 0)")
-    lines.append("    if live:")
     if variant.by_row:
         lines.append(
             f"        row = rows + tl.load(table + tensors * {len(dtypes) + 1} + tensor) * {len(program.coefficients)}"
@@ -280,6 +280,11 @@ def _kernel(
     lines.append("        else:")
     lines.append("            mask = inside < left")
     lines += _pass(program, dtypes, compute, variant, formats, whole=False)
+    if variant.guarded and variant.zeroed:  # also where the step does not happen
+        kind = SUPPORTED[dtypes[1]]
+        lines += ["    if there & (tl.load(found_inf) != 0):", "        inside = tl.arange(0, BLOCK)"]
+        lines.append(f"        p1 = a1.to(tl.pointer_type({kind})) + start")
+        lines.append(f"        tl.store(p1 + inside, tl.full([BLOCK], 0.0, {kind}), inside < left)")
     return lines
 
 
