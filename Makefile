@@ -46,6 +46,7 @@ bench: $(VENV)/ready
 
 convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.convergence --save
+	$(BIN)/python -m benchmarks.precision --save
 
 docs: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"

@@ -282,6 +282,20 @@ def test_options_of_a_live_group(name, path):
             a.step()
 
 
+def test_another_rounding_leaves_state_as_it_is():
+    """Also state that was loaded in a dtype of its own."""
+    p = torch.ones(300, dtype=torch.bfloat16).requires_grad_()
+    p.grad = torch.ones_like(p)
+    optimizer = offbeat.AdamW([p], rounding="kahan")
+    optimizer.step()
+    optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].float() + 1e-4
+    for rounding in ("stochastic", None):
+        optimizer.param_groups[0]["rounding"] = rounding
+        optimizer.step()
+        assert set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert optimizer.state[p]["exp_avg"].dtype == torch.float32
+
+
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("mode", [{}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

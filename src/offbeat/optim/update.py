@@ -247,7 +247,8 @@ def prepare(rule: Rule, h: Values, params: Sequence[Tensor], grads: Sequence[Ten
     for p, _ in given:
         entry = state.get(p)
         if entry and is_stored_otherwise(entry, update.slots):
-            update.restored.append((p, converted(entry, p, update.slots, "another form", vars(h).get("state_dtype"))))
+            was = "8bit" if any(key.endswith("_8bit") for key in entry) else None
+            update.restored.append((p, converted(entry, p, update.slots, was, vars(h).get("state_dtype"))))
     others = {id(p): entry for p, entry in update.restored}
     entries, update.created = new_state(update.slots, h, [p for p, _ in given], state, others)
     newborn = {id(p) for p, _, _ in update.created}
