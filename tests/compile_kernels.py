@@ -60,7 +60,7 @@ def number_kernel(cls: type, lr: object) -> None:
     names = program_for(cls.rule, h, on_device=True).coefficients
     numbers = DeviceNumbers.make(cls.rule, h, slots, counters, False, names, torch.float32, 2 + len(slots))
     assert numbers is not None
-    compile_source(numbers.kernel._make(True), False, rows="*fp32", t0="*fp32")
+    compile_source(numbers.kernel.source(True), False, rows="*fp32", t0="*fp32")
 
 
 def kernels():

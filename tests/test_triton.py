@@ -359,14 +359,15 @@ def test_the_users_own_gradients_are_changed(which, mode):
 
 
 def test_two_parameters_with_one_gradient():
-    p, q = (torch.zeros(4, device=DEVICE).requires_grad_() for _ in range(2))
-    optimizer = offbeat.SGD([p, q], lr=1.0)
-    for _ in range(3):
-        p.grad = q.grad = torch.ones(4, device=DEVICE)
-        optimizer.step(zero_grad=True)
-        assert (p.grad == 0).all()
-    assert (p == -3).all()
-    assert (q == -3).all()
+    for together in (True, False):
+        p, q = (torch.zeros(4, device=DEVICE).requires_grad_() for _ in range(2))
+        optimizer = offbeat.SGD([p, q] if together else [{"params": [p]}, {"params": [q]}], lr=1.0)
+        for _ in range(3):
+            p.grad = q.grad = torch.ones(4, device=DEVICE)
+            optimizer.step(zero_grad=True)
+            assert (p.grad == 0).all()
+        assert (p == -3).all()
+        assert (q == -3).all()
 
 
 def test_clip_in_double_precision():

@@ -14,6 +14,7 @@ from torch import Tensor
 from offbeat.optim.scalars import Scalars
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.tiers.number_source import number_source
 from offbeat.tiers.numbers import NotTraceable, Number, trace_numbers
 from offbeat.tiers.triton_kernel import NumberKernel
 
@@ -58,7 +59,10 @@ class DeviceNumbers:
             except NotTraceable:
                 continue
             tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
-            kernel = NumberKernel(program, tuple(stored.items()), tuple(tensors.items()), names, compute, columns)
+            source = functools.partial(
+                number_source, program, tuple(stored.items()), tuple(tensors.items()), names, compute, columns
+            )
+            kernel = NumberKernel(source, compute, tuple(tensors.values()))
             numbers = tuple(name for name in inputs if name not in tensors)
             fixed = {name: value for name, value in _everything(rule, h).items() if name not in inputs}
             return DeviceNumbers(kernel, numbers, tuple(tensors), tuple(tensors.values()), fixed)

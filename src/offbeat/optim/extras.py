@@ -54,11 +54,24 @@ class Extras:
 NOTHING = Extras()
 
 
+def _gradients(work: Sequence[Any]) -> list[list[Tensor | None]]:
+    return [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
+
+
 def fitting(extras: Extras, work: Sequence[Any]) -> Extras | None:
-    """The same with all numbers on the one device of the work, as kernels take them; None if there are several."""
+    """The same with all numbers on the one device of the work, as kernels take them.
+
+    None if there are several devices, or if a gradient that is to change is that of two parameters: the second would
+    find it changed.
+    """
     devices = {p.device for _, params, _ in work for p in params}
     if len(devices) != 1:
         return None
+    if extras.changes_gradients:
+        given = [g for some in _gradients(work) for g in some if g is not None]
+        places = [local(g).data_ptr() for g in given if g.layout is torch.strided and g.numel()]
+        if len(set(places)) < len(places):
+            return None
     device = devices.pop()
     scale, found_inf = (None if t is None else t.detach().to(device, torch.float32) for t in extras.numbers[:2])
     clip = None if extras.clip is None else extras.clip.detach().to(device, torch.float64)
@@ -71,7 +84,7 @@ def by_hand(extras: Extras, work: Sequence[Any]) -> Iterator[list[Any] | None]:
 
     On leaving, gradients are cleared if they are to be.
     """
-    gradients = [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
+    gradients = _gradients(work)
     there = list({id(g): local(g) for some in gradients for g in some if g is not None}.values())
     if extras.found_inf is not None and extras.found_inf.item():
         yield None

@@ -145,10 +145,6 @@ class PlannedUpdate:
 
     def takes(self, extras: Extras) -> bool:
         """Whether :meth:`run` can do this in the same pass."""
-        if extras.changes_gradients:
-            places = [at for table, _, _ in self.parts for at in table.book.tables[1] if at > 1]
-            if len(set(places)) < len(places):  # one gradient for two parameters
-                return False
         for table, _, numbers in self.parts:
             run = table.device_run
             if run is None or (extras.found_inf is not None and table.counters and not table.on_device):

@@ -94,10 +94,8 @@ class Update:
         """Whether :meth:`run` can do this in the same pass."""
         if any(not uses_triton(m.choice, m.columns[0].device) for m in self.members):
             return False
-        if extras.changes_gradients:
-            places = [m.columns[1].data_ptr() for m in self.members if m.columns[1].numel()]
-            if len(set(places)) < len(places) or not all(m.own_gradient for m in self.members):
-                return False
+        if extras.changes_gradients and not all(m.own_gradient for m in self.members):
+            return False
         for (device, dtypes), (m, *_) in _batches(self.members).items():
             program = program_for(self.rule, self.h, on_device=m.on_device)
             compute = compute_dtype(m.columns)

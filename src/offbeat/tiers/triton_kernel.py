@@ -8,15 +8,13 @@ import importlib
 import importlib.util
 import linecache
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.tiers.device_table import BLOCK, DeviceTable
-from offbeat.tiers.number_source import number_source
-from offbeat.tiers.numbers import NumberProgram
 from offbeat.tiers.trace import Program
 from offbeat.tiers.triton_source import (
     NEAREST,
@@ -113,23 +111,23 @@ class TritonKernel:
 
 
 class NumberKernel:
-    """A kernel that works coefficients out on the device; see :func:`~offbeat.tiers.number_source.number_source`."""
+    """A kernel that works coefficients out on the device; see :func:`~offbeat.tiers.number_source.number_source`.
+
+    Args:
+        source: its source, given whether it is guarded.
+        compute: the dtype of the rows it writes.
+        tensors: the dtypes of the 0-d tensors it reads.
+    """
 
     def __init__(
-        self,
-        program: NumberProgram,
-        stored: tuple[tuple[str, torch.dtype], ...],
-        tensors: tuple[tuple[str, torch.dtype], ...],
-        names: tuple[str, ...],
-        compute: torch.dtype,
-        columns: int,
+        self, source: Callable[[bool], str], compute: torch.dtype, tensors: Sequence[torch.dtype] = ()
     ) -> None:
-        self._make = functools.partial(number_source, program, stored, tensors, names, compute, columns)
-        self._types = [torch.int64, compute, 2, *(dtype for _, dtype in tensors)]
+        self.source = source
+        self._types = [torch.int64, compute, 2, *tensors]
 
     def bind(self, words: Tensor, rows: Tensor, *, guarded: bool) -> Callable[..., None]:
         """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""
-        source = self._make(guarded)
+        source = self.source(guarded)
         compiled = compile_source(source, (*self._types, *([torch.float32] if guarded else [])), NUMBERS, words.device)
         programs = -(-len(rows) // NUMBERS)
         return bind(compiled, programs, words.device, (words, rows, len(rows)), NUMBERS)
