@@ -119,7 +119,12 @@ def test_the_kernel_does_what_the_loop_does(name, dtype, state, rounding, mode):
                 torch.testing.assert_close(*numbers, rtol=0.03, atol=0.02 * largest, msg=key)
             elif key == "compensation":
                 together = p.double() + value.double(), q.double() + others[key].double()
-                torch.testing.assert_close(*together, rtol=1e-3 if state != "8bit" else 0.01, atol=2e-3)
+                # A code that went the other way moves SGD's parameter by lr times its width, once a step from then on.
+                width = (
+                    2 / 127 * max((mine[k].max().item() for k in mine if k.endswith("_scale") and p.numel()), default=0)
+                )
+                moved = 4 * options["lr"] * width if state == "8bit" and name == "SGD" else 0.0
+                torch.testing.assert_close(*together, rtol=1e-3 if state != "8bit" else 0.01, atol=2e-3 + moved)
             else:
                 largest = value.abs().max().item() if value.numel() else 0.0
                 torch.testing.assert_close(value, others[key].to(value.device), rtol=0.02, atol=0.02 * largest, msg=key)

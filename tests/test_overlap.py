@@ -574,6 +574,19 @@ def test_a_closure_is_refused_before_it_is_called():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.parametrize("asked", [{"clip": 0.5}, {"clip": torch.tensor(0.0)}, {"zero_grad": True}], ids=str)
+def test_what_a_step_would_do_with_gradients_is_refused(asked):
+    model = make()
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, model)
+    model(batch(0)).sum().backward()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=rf"step\({next(iter(asked))}=\) cannot be overlapped"):
+        optimizer.step(**asked)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.step(clip=None, zero_grad=False)
+
+
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"accumulate": 2}])
 def test_a_backward_that_was_not_announced(zero, options):

@@ -342,3 +342,17 @@ def test_many_groups_and_dtypes_have_plans_of_their_own():
     assert len(a._plans) == 2
     for p, q in zip(ours, twins, strict=True):
         torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)
+
+
+def test_options_that_change_names_are_seen():
+    """As many options as before, and those that are left are the same objects."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = offbeat.AdamW([p])
+    group = optimizer.param_groups[0]
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.step()
+    del group["foreach"]  # was None, which is what a look for it finds now
+    group["state_dtype"] = torch.bfloat16
+    optimizer.step()
+    assert optimizer.state[p]["exp_avg"].dtype == torch.bfloat16

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from offbeat.optim.gradients import local
 from offbeat.tiers.triton_source import Variant
@@ -111,6 +112,7 @@ def _in_place(tensors: Sequence[Tensor], number: float | None) -> None:
             torch._foreach_zero_(plain)
         else:
             torch._foreach_div_(plain, number)
+        increment_version(plain)  # on a GPU they do not say so
     chosen = set(map(id, plain))
     for t in tensors:
         if id(t) in chosen:

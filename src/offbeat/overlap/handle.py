@@ -231,7 +231,14 @@ class Overlap:
         core = self._alive()
         if core.in_bucket or core.in_step:
             return
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        asked = [name for name, value in kwargs.items() if value is not None and value is not False]
+        if asked and asked != ["closure"]:
+            raise RuntimeError(
+                f"step({', '.join(f'{name}=' for name in asked)}) cannot be overlapped: gradients have been used "
+                "before step() is called. Clip with overlap(..., clip_norm=), call zero_grad() after step(), "
+                "and call step() without arguments"
+            )
+        if asked or any(argument is not None for argument in args[1:]):
             raise RuntimeError(
                 "step(closure) cannot be overlapped: the closure's backward would update parameters and then be run "
                 "again; call backward() yourself and step() without arguments"
