@@ -167,18 +167,22 @@ def report(results: dict[str, Any]) -> str:
 
 
 def on_cuda(options: argparse.Namespace) -> None:
-    from step_cuda import cuda_report, measure_cuda, plot
+    from step_cuda import cuda_report, measure_cuda, merged, plot
 
     def keep(results: dict[str, Any]) -> None:
         if options.save:
             (options.results / "step-cuda.json").write_text(json.dumps(results, indent=1) + "\n")
 
-    words = sys.argv[1:]
-    if "--results" in words:  # where it was written does not matter
-        at = words.index("--results")
-        words = words[:at] + words[at + 2 :]
-    command = "python benchmarks/step.py " + " ".join(words)
-    results = measure_cuda(command, options.rules, options.rounds, keep)
+    if options.merge:
+        runs = [json.loads(path.read_text()) for path in options.merge]
+        results = {**merged(runs), "runs": len(runs)}
+        keep(results)
+    else:
+        words = sys.argv[1:]
+        if "--results" in words:  # where it was written does not matter
+            at = words.index("--results")
+            words = words[:at] + words[at + 2 :]
+        results = measure_cuda("python benchmarks/step.py " + " ".join(words), options.rules, options.rounds, keep)
     text = cuda_report(results)
     print("\n" + text)
     if options.save:
@@ -197,6 +201,7 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=list(SETS))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--merge", nargs="+", type=Path, help="for cuda: do not measure, take medians of these .json")
     parser.add_argument("--measure-memory", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure_memory:

@@ -248,6 +248,23 @@ def measure_cuda(command: str, rules: list[str], rounds: int, keep: Callable[[di
     return results
 
 
+def merged(runs: list[Any]) -> Any:
+    """The same results with the median of every number; ratios keep their spread."""
+    first = runs[0]
+    if isinstance(first, dict):
+        result = {key: merged([run[key] for run in runs]) for key in first}
+        if "torch fused" in result.get("ms", {}):
+            result["ratios"] = sorted(_ratio(run["ms"]) for run in runs)
+        return result
+    if isinstance(first, (list, tuple)):
+        return [merged(list(items)) for items in zip(*runs, strict=True)]
+    return statistics.median(runs) if isinstance(first, float) else first
+
+
+def _ratio(ms: dict[str, dict[str, float]]) -> float:
+    return ms["torch fused"]["wall"] / ms["offbeat"]["wall"]
+
+
 def cuda_report(results: dict[str, Any]) -> str:
     copy = results["copy GB/s"]
     lines = ["# Optimizer step on a GPU", "", "Written by `benchmarks/step.py --device cuda --save`.", ""]
@@ -255,11 +272,16 @@ def cuda_report(results: dict[str, Any]) -> str:
     lines += [f"- copy bandwidth: {copy:.0f} GB/s read and written", ""]
     lines += ["## Milliseconds a step, float32", ""]
     lines += [
-        "Wall clock (host, device). Share: the bytes a step must move over its device time, of the copy bandwidth."
+        "Wall clock (host, device). Share: the bytes a step must move over its device time, of the copy bandwidth.",
+        "At most: torch's wall clock over the time a copy of as many bytes takes, with no host at all.",
     ]
+    if "runs" in results:
+        lines += [f"Every figure is the median of {results['runs']} runs; behind a ratio its range."]
     lines += [""]
-    lines += ["| rule | parameters | torch foreach | torch fused | offbeat | share | torch fused / offbeat (wall) |"]
-    lines += ["|---|---|---|---|---|---|---|"]
+    lines += [
+        "| rule | parameters | torch foreach | torch fused | offbeat | share | torch fused / offbeat (wall) | at most |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|"]
     for row in results["steps"]:
         times = row["ms"]
 
@@ -271,10 +293,14 @@ def cuda_report(results: dict[str, Any]) -> str:
 
         share = row["bytes"] / times["offbeat"]["device"] / 1e6 / copy
         fused = times.get("torch fused")
-        ratio = f"**{fused['wall'] / times['offbeat']['wall']:.2f}**" if fused else "-"
+        ratio, most = "-", "-"
+        if fused:
+            spread = f" ({row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f})" if "ratios" in row else ""
+            ratio = f"**{statistics.median(row.get('ratios', [_ratio(times)])):.2f}**{spread}"
+            most = f"{fused['wall'] * 1e6 * copy / row['bytes']:.2f}"
         lines.append(
             f"| {row['rule']} | {row['set']} | {cell('torch foreach')} | {cell('torch fused')} | {cell('offbeat')} | "
-            f"{100 * share:.1f} % | {ratio} |"
+            f"{100 * share:.1f} % | {ratio} | {most} |"
         )
     more = [(row, arm) for row in results["steps"] for arm in row["ms"] if arm in ("offbeat fused=True", "optimi")]
     lines += ["", "## Other arms", "", "`fused=True` keeps counters on the device, as torch's does.", ""]

@@ -112,7 +112,7 @@ def _in_place(tensors: Sequence[Tensor], number: float | None) -> None:
             torch._foreach_zero_(plain)
         else:
             torch._foreach_div_(plain, number)
-        increment_version(plain)  # on a GPU they do not say so
+        increment_version(plain)  # torch's _foreach_zero_ does not say so on a GPU
     chosen = set(map(id, plain))
     for t in tensors:
         if id(t) in chosen:

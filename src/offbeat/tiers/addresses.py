@@ -85,7 +85,7 @@ class AddressBook:
             self._gradient_specs: list[Any] = []
             self._wrapper_tables = [array("q", map(id, outer)), array("q", [id(type(w)) for w in outer])]
             self._wrapper_tables += [array("q", map(id, self._specs)), array("q", bytes(8 * len(outer)))]
-            self._looks = array("q", bytes(8 * LOOK_WORDS * ((len(self.columns) + 1) * rows + len(self.pinned))))
+            self._looks = array("q", bytes(8 * LOOK_WORDS * (len(self.columns) + 1) * rows))
             fixed: list[array[Any]] = [self._starts, self._metadata, self._dtypes, gradients]
             fixed += [self._pinned_handles, self._pinned_at, *self._wrapper_tables, self._looks]
             for table in (*fixed, *self._handles, *others):

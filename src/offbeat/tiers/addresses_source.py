@@ -50,7 +50,7 @@ struct request {
   const i64 *starts, *metadata, *dtypes;
   i64 *gradients;
   const i64 *pinned_handles, *pinned_at, *wrappers, *wrapper_types, *specs, *gradient_specs;
-  struct look *looks;  /* of each column, then of the gradients, then of those that are pinned */
+  struct look *looks;  /* of each column, then of the gradients */
   i64 *tables[];  /* handles of each column, then the table of each column */
 };
 
@@ -174,11 +174,7 @@ i64 offbeat_read(PyObject *params, PyObject *gradients, const struct request *r,
     if ((i64)PyList_GetItem(params, i) != (r->wrapped ? r->wrappers[i] : r->tables[0][i] - r->offset)) return -1;
   for (i64 i = 0; i < r->pinned; ++i) {
     void *data, *handle = (void *)r->pinned_handles[i];
-    struct look *look = &r->looks[(r->columns + 1) * r->rows + i];
-    if (looks_the_same(look, *(void **)handle)) continue;
-    look->tensor = 0;
     if (get.data(handle, &data) || (i64)data != r->pinned_at[i]) return -1;
-    if (get.keys_at - 8 <= 8 * TENSOR_WORDS) remember(look, *(void **)handle, (i64)data);
   }
   if (threads > 1 && !reading.gradients) GOMP_parallel(worker, &reading, threads, 0);
   else worker(&reading);
