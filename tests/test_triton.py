@@ -11,6 +11,7 @@ import torch
 
 import offbeat
 from offbeat.optim import plan as plan_module
+from offbeat.overlap.clipping import Clipping
 from offbeat.tiers import device_table as table_module
 from offbeat.tiers import triton_kernel as kernel_module
 from offbeat.tiers.choice import uses_triton
@@ -446,3 +447,35 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
     assert "because" in a.tiers()[0].reason
     with pytest.raises(RuntimeError, match="because"):
         offbeat.RMSprop(ours, fused=True).step()
+
+
+@pytest.mark.parametrize("clip", ["previous", "bucket"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
+    """To the bit as with gradients multiplied in a pass of their own."""
+    passes = []
+    multiply = Clipping._multiply
+    monkeypatch.setattr(Clipping, "_multiply", lambda self, *a: (passes.append(1), multiply(self, *a))[1])
+    torch.manual_seed(0)
+    one = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20)).to(DEVICE)
+    other = copy.deepcopy(one)
+    batches = [torch.randn(8, 40, device=DEVICE) for _ in range(4)]
+    handles, optimizers = [], []
+    for model in (one, other):
+        parts = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.02}]
+        optimizer = offbeat.AdamW(parts if groups == 2 else model.parameters(), lr=0.01)
+        handles.append(offbeat.overlap(optimizer, model, clip_norm=0.01, clip=clip, bucket_cap_mb=1e-3))
+        optimizers.append(optimizer)
+    handles[1]._core._overlapped.takes_clip = lambda params, grads: False
+    for step, x in enumerate(batches):
+        counts = []
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            before = len(passes)
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(passes) - before)
+        assert counts[1] > 0
+        if step >= 2:  # every bucket has its tables
+            assert counts[0] == 0
+        assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))

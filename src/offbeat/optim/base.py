@@ -117,6 +117,7 @@ class RuleOptimizer(Optimizer):
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """As torch's, which calls hooks and marks the step for a profiler; it is left out where there is neither."""
         watched = Optimizer.profile_hook_step(func)
+        is_compiling, is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
 
         @functools.wraps(func)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +126,8 @@ class RuleOptimizer(Optimizer):
                 or self._optimizer_step_post_hooks
                 or _global_optimizer_pre_hooks
                 or _global_optimizer_post_hooks
-                or torch._C._autograd._profiler_enabled()
-                or torch.compiler.is_compiling()
+                or is_profiled()
+                or is_compiling()
             ):
                 return watched(self, *args, **kwargs)
             return func(self, *args, **kwargs)

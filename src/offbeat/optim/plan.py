@@ -98,6 +98,7 @@ class Plan:
         planned = {i for table in tables for i in table.positions}
         self.outside = [i for i in range(self.size) if i not in planned]
         self.capturable = bool(update.h.capturable)
+        self.is_on_device = all(table.device_run is not None for table in tables)
 
     def prepare(
         self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State

@@ -32,6 +32,9 @@ class Scalars:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.line = _common_line(tensors)
+        self._bytes: Any = None
+        if self.line is not None and self.line.device.type == "cpu":
+            self._bytes = (ctypes.c_char * self.line.nbytes).from_address(self.line.data_ptr())
 
     def read(self) -> list[float]:
         """All values, in order."""
@@ -42,12 +45,12 @@ class Scalars:
     @property
     def is_readable(self) -> bool:
         """Whether :meth:`raw` works: they lie side by side, in the host's memory."""
-        return self.line is not None and self.line.device.type == "cpu"
+        return self._bytes is not None
 
     def raw(self) -> bytes:
         """The bytes of all values."""
-        assert self.line is not None
-        return ctypes.string_at(self.line.data_ptr(), self.line.nbytes)
+        found: bytes = self._bytes.raw
+        return found
 
     def vector(self) -> Tensor:
         """All values as one tensor, where they are stored; not to be written to."""

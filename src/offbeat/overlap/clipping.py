@@ -82,13 +82,13 @@ class Clipping:
             coefficient = self._coefficient(self._total(params, params, shards))
             self._coefficients.update((id(p), coefficient) for p in params)
 
+    def coefficient_of(self, params: Sequence[Tensor]) -> Tensor:
+        """What gradients of a bucket are multiplied with, for the modes that do not wait."""
+        return self._coefficients[id(params[0])] if self.mode == "bucket" else self._coefficient(self.last)
+
     def clip_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Multiply gradients of a bucket, for the modes that do not wait."""
-        if self.mode == "bucket":
-            self._multiply(grads, self._coefficients[id(params[0])])
-        else:
-            assert self.last is not None
-            self._multiply(grads, self._coefficient(self.last))
+        """Multiply gradients of a bucket."""
+        self._multiply(grads, self.coefficient_of(params))
 
     def finish(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards, *, counts: bool) -> None:
         """Close the step: work out the norm of all its gradients, and clip those of the parameters ``left``.

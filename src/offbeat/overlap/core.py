@@ -143,8 +143,13 @@ class Core:
             params, grads = [params[i] for i in now], [grads[i] for i in now]
         if not params:
             return False
+        in_the_same_pass: dict[str, Tensor] = {}
         if self.clip is not None:
-            self.clip.clip_bucket(params, grads)
+            takes_clip = getattr(self._overlapped, "takes_clip", None)
+            if takes_clip is not None and takes_clip(params, grads):
+                in_the_same_pass["clip"] = self.clip.coefficient_of(params)
+            else:
+                self.clip.clip_bucket(params, grads)
             self.clip.forget_gradients(params)
         if self._options is None:
             self._options = _options(self.optimizer)
@@ -153,7 +158,7 @@ class Core:
                 begin()
         self.in_bucket = True
         try:
-            self._overlapped.step_bucket(params, grads)
+            self._overlapped.step_bucket(params, grads, **in_the_same_pass)
         except BaseException as error:
             self.spoiled = f"a bucket could not be stepped ({type(error).__name__}: {error})"
             raise

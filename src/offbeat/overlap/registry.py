@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from offbeat.optim import RuleOptimizer
 from offbeat.optim.base import PartPlans
+from offbeat.optim.extras import Extras
+from offbeat.optim.plan import Plan
 
 __all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
 
@@ -158,19 +160,32 @@ class _OverlappedRule(OverlappedOptimizer):
         optimizer: Any = self.optimizer
         optimizer._nothing_left = on
 
-    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        optimizer: Any = self.optimizer
+    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Tensor | None = None) -> None:
         if len(self._plans) > 1024:  # buckets that are cut otherwise every time
             self._plans.clear()
-        work: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        optimizer: Any = self.optimizer
+        extras = None if clip is None else Extras(clip=clip)
+        optimizer._apply(self._by_group(params, grads), self._plans, extras)
+
+    def takes_clip(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Whether gradients can be multiplied in the pass that updates, with the bits of a pass of its own."""
+        if any(g.dtype not in (torch.float32, torch.float64) for g in grads):
+            return False
+        plans = [self._plans.get(tuple(map(id, mine))) for _, mine, _ in self._by_group(params, grads)]
+        return all(isinstance(plan, Plan) and plan.is_on_device for plan in plans)
+
+    def _by_group(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor]
+    ) -> list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]:
+        groups = self.optimizer.param_groups
         if not self._group:
-            work[0] = (list(params), list(grads))
-        else:
-            for p, g in zip(params, grads, strict=True):
-                mine = work.setdefault(self._group[id(p)], ([], []))
-                mine[0].append(p)
-                mine[1].append(g)
-        optimizer._apply([(optimizer.param_groups[i], *lists) for i, lists in work.items()], self._plans)
+            return [(groups[0], list(params), list(grads))]
+        work: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        for p, g in zip(params, grads, strict=True):
+            mine = work.setdefault(self._group[id(p)], ([], []))
+            mine[0].append(p)
+            mine[1].append(g)
+        return [(groups[i], *lists) for i, lists in work.items()]
 
 
 @register_overlapped(torch.optim.LBFGS)
