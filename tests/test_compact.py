@@ -9,7 +9,7 @@ import torch
 
 import offbeat
 from offbeat.tiers.choice import uses_triton
-from offbeat.tiers.codec import GROUP, decode, encode, round_stochastically, scales_for
+from offbeat.tiers.codec import GROUP, decode, decode_exactly, encode, round_stochastically, scales_for
 from tests.cases import make_params, set_gradients
 
 pytest.importorskip("triton")
@@ -68,6 +68,11 @@ def test_codes(kind):
     again = torch.empty_like(codes)
     encode(y, again, scales.clone(), kind)
     assert torch.equal(again, codes), "what stands in codes must stay as it is"
+    exact, same = decode_exactly(codes, scales, kind), torch.empty_like(scales)
+    torch.testing.assert_close(exact, y, rtol=1e-6, atol=0)
+    encode(exact, again, same, kind)
+    assert torch.equal(again, codes)
+    assert torch.equal(same, scales), "numbers that have been written out and read again give the same scales"
 
 
 def test_stochastic_rounding_is_right_on_average():

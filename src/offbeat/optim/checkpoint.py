@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.optim.gradients import is_dtensor, local
-from offbeat.optim.precision import converted
+from offbeat.optim.gradients import check_alike, is_dtensor, local
+from offbeat.optim.precision import converted, in_numbers
 from offbeat.optim.scalars import new_scalars, scalar_dtype
 from offbeat.optim.state import State
 from offbeat.rules.rule import PRECISION, Slot, Values
@@ -35,7 +35,8 @@ def packed(optimizer: Optimizer) -> dict[str, Any]:
         if not isinstance(key, Tensor):
             state[key] = value
         elif id(key) in number:
-            state[number[id(key)]] = dict(value)
+            # Scales belong to the blocks of one rank's shard: what others may load is numbers.
+            state[number[id(key)]] = in_numbers(value) if is_dtensor(key) else dict(value)
     return {"state": state, "param_groups": groups}
 
 
@@ -123,17 +124,8 @@ def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: 
     if isinstance(value, Tensor):
         if not is_tensor_slot:
             return value.to(p.device, copy=True)
-        if value.shape != p.shape:
-            raise ValueError(
-                f"loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
-                f"{tuple(p.shape)}; was it saved from another model?"
-            )
+        check_alike(key, value, p)
         value = value.to_dense() if value.layout != torch.strided else value
-        if is_dtensor(p) != is_dtensor(value):
-            raise ValueError(
-                f"loaded state dict has {key!r} as a {type(value).__name__} for a parameter that is a "
-                f"{type(p).__name__}; load sharded parameters through torch.distributed.checkpoint"
-            )
         if is_dtensor(p):
             return value.detach().clone().redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
         copy = torch.empty_like(p, dtype=value.dtype, memory_format=torch.preserve_format, requires_grad=False)

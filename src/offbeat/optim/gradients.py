@@ -11,7 +11,7 @@ from torch import Tensor
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["check_gradient", "is_dtensor", "local", "local_gradient"]
+__all__ = ["check_alike", "check_gradient", "distributed_like", "is_dtensor", "local", "local_gradient", "shard_like"]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -31,6 +31,36 @@ def local(t: Tensor) -> Tensor:
     shard = t._local_tensor  # type: ignore[attr-defined]
     # A collective may still be on its way into it.
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
+
+
+def distributed_like(like: Any, shard: Tensor) -> Tensor:
+    """A distributed tensor of which ``shard`` is this rank's part, cut as another."""
+    made: Tensor = type(like).from_local(
+        shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+def shard_like(key: str, value: Tensor, p: Tensor) -> Tensor:
+    """What this rank holds of a saved value that goes with ``p``, on its device."""
+    check_alike(key, value, p)
+    if not is_dtensor(p):
+        return value.to(p.device)
+    return local(value.redistribute(p.device_mesh, p.placements)).to(local(p).device)  # type: ignore[attr-defined]
+
+
+def check_alike(key: str, value: Tensor, p: Tensor) -> None:
+    """Raise unless a saved value has the shape of ``p``, and is distributed if ``p`` is."""
+    if value.shape != p.shape:
+        raise ValueError(
+            f"loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(p.shape)}; was it saved from another model?"
+        )
+    if is_dtensor(p) != is_dtensor(value):
+        raise ValueError(
+            f"loaded state dict has {key!r} as a {type(value).__name__} for a parameter that is a "
+            f"{type(p).__name__}; load sharded parameters through torch.distributed.checkpoint"
+        )
 
 
 def local_gradient(p: Tensor, g: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offbeat.optim.gradients import is_dtensor, local, local_gradient
+from offbeat.optim.gradients import distributed_like, is_dtensor, local, local_gradient
 from offbeat.optim.precision import check_compact, is_compact
 from offbeat.tiers.choice import Choice
 from offbeat.tiers.codec import CODE_DTYPES, decode, encode, scales_for
@@ -56,7 +56,7 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
         )
     distributed = type(p) not in _PLAIN and is_dtensor(p)
     if is_compact(h):
-        check_compact(h, p, distributed, sparse=g.layout != torch.strided)
+        check_compact(h, p, sparse=g.layout != torch.strided)
     gradient = local_gradient(p, g) if distributed else g
     columns = [p, gradient, *(_dense(update, p, key, entry[key]) for key in update.tensor_keys)]
     if distributed:
@@ -77,11 +77,12 @@ def make_member(update: Update, p: Tensor, g: Tensor, entry: dict[str, Any], fre
     own = [local(p), local(g)] if distributed else [p, g]
     simple = columns[0] is own[0] and columns[1] is own[1] and gradient is own[1]
     scales = [entry[key] for key in update.scale_keys]
+    wanted, device = scales_for(own[0].numel()), own[0].device
     for key, t in zip(update.scale_keys, scales, strict=True):
-        if t.shape != (scales_for(p.numel()),) or t.device != p.device or not t.is_contiguous():
+        if t.shape != (wanted,) or t.device != device or not t.is_contiguous():
             raise RuntimeError(
                 f"state {key!r} is of shape {tuple(t.shape)} on {t.device}, but its parameter needs "
-                f"{scales_for(p.numel())} scales on {p.device}; remove optimizer.state[p], or load it again"
+                f"{wanted} scales on {device}; remove optimizer.state[p], or load it again"
             )
     own_gradient = columns[1] is own[1] and gradient is own[1]
     return Member(p, columns, scalars, fresh, simple, distributed, rows, own_gradient=own_gradient, scales=scales)
@@ -144,6 +145,5 @@ def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> No
     if param.is_complex():
         value = torch.view_as_complex(value)
     if is_dtensor(param):
-        old = update.state[param][key]
-        value = type(old).from_local(value, old.device_mesh, old.placements, shape=old.shape, stride=old.stride())
+        value = distributed_like(update.state[param][key], value)
     update.created.append((param, key, value))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.optim.gradients import distributed_like, local, shard_like
 from offbeat.rules.rule import Rule, Slot, Values
-from offbeat.tiers.codec import CODE_DTYPES, decode, encode, round_stochastically, scales_for
+from offbeat.tiers.codec import CODE_DTYPES, decode, decode_exactly, encode, round_stochastically, scales_for
 from offbeat.tiers.layout import is_dense, same_layout
 from offbeat.tiers.loop import evaluate
 
@@ -19,6 +20,7 @@ __all__ = [
     "check_precision",
     "converted",
     "formats",
+    "in_numbers",
     "is_compact",
     "is_stored_otherwise",
     "kept_slots",
@@ -27,7 +29,6 @@ __all__ = [
 ]
 
 EIGHT = "8bit"
-NO_SHARES = "state_dtype='8bit' does not know how to share out scales of distributed parameters; use torch.bfloat16"
 _ROUNDINGS = (None, "stochastic", "kahan")
 _STATES = (None, torch.float32, torch.bfloat16, EIGHT)
 
@@ -92,7 +93,7 @@ def formats(h: Values, slots: Sequence[Slot]) -> tuple[str, ...]:
     return found if any(one != "plain" for one in found) else ()
 
 
-def check_compact(h: Values, p: Tensor, distributed: bool, sparse: bool) -> None:
+def check_compact(h: Values, p: Tensor, sparse: bool) -> None:
     """Raise if a parameter cannot be stored as the options have it."""
     rounding = vars(h).get("rounding")
     if rounding is not None and p.dtype != torch.bfloat16:
@@ -103,8 +104,6 @@ def check_compact(h: Values, p: Tensor, distributed: bool, sparse: bool) -> None
         raise RuntimeError(f"state_dtype is for float32 and half-precision parameters, but one is {p.dtype}")
     if sparse:
         raise RuntimeError("sparse gradients need full precision; leave state_dtype and rounding out for their group")
-    if distributed and vars(h).get("state_dtype") == EIGHT:
-        raise RuntimeError(NO_SHARES)
 
 
 def run_compact(
@@ -156,13 +155,11 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
     """
     wanted = [slot.key for slot in slots]
     there = [entry[slot.key] for slot in slots if slot.form in CODE_DTYPES and slot.key in entry]
-    placed = all(isinstance(t, Tensor) and is_dense(t) and same_layout(t, p) for t in there)
+    placed = all(isinstance(t, Tensor) and is_dense(local(t)) and same_layout(local(t), local(p)) for t in there)
     if was == now and placed and all(key in entry or key == "compensation" for key in wanted):
         return {key: value for key, value in entry.items() if key != "compensation" or key in wanted}
-    if any(slot.form in CODE_DTYPES for slot in slots) and type(p) not in (Tensor, torch.nn.Parameter):
-        raise ValueError(NO_SHARES)
     found: dict[str, Any] = {}
-    numbers = {key: value for key, value in _decoded(entry).items() if value is not None}
+    numbers = {key: value for key, value in in_numbers(entry).items() if value is not None}
     bases = {slot.key.removesuffix("_8bit") for slot in slots if not slot.scalar}
     if any(base in entry and entry[base] is None for base in bases) and not bases & numbers.keys():
         return {}  # as an old SGD writes it that has not begun
@@ -172,10 +169,10 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
         if slot.scalar and slot.key == "step" and "step" not in numbers:
             found["step"] = 1.0 if begun else 0.0  # its state is there, but it may be waiting for its first step
         elif slot.form in CODE_DTYPES and base in numbers:
-            x = numbers[base].to(p.device)
+            x = shard_like(base, numbers[base], p)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
-            scales = torch.empty(scales_for(p.numel()), dtype=torch.float32, device=p.device)
-            encode(_laid_out(x, codes), codes, scales, slot.form)
+            scales = torch.empty(scales_for(x.numel()), dtype=torch.float32, device=x.device)
+            encode(_laid_out(x, local(codes)), local(codes), scales, slot.form)
             found |= {slot.key: codes, f"{base}_scale": scales}
         elif slot.key in numbers and slot.form != "scales":
             value = numbers[slot.key]
@@ -190,7 +187,7 @@ def _is_mark(value: Any) -> bool:
     """Whether this says "no step yet": see :func:`offbeat.optim.state.mark_unbegun`."""
     from offbeat.optim.state import is_unbegun
 
-    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(value)
+    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(local(value))
 
 
 def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:
@@ -213,14 +210,15 @@ def _bases(entry: Mapping[str, Any]) -> set[str]:
     return {key.removesuffix("_8bit") for key in entry}
 
 
-def _decoded(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """With codes as the numbers they stand for."""
+def in_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry with codes as the numbers they stand for."""
     found: dict[str, Any] = {}
     for key, value in entry.items():
         base = key.removesuffix("_8bit").removesuffix("_scale")
         if key.endswith("_8bit") and isinstance(value, Tensor):
             kind = "signed8" if value.dtype == torch.int8 else "unsigned8"
-            found[base] = decode(value, entry[f"{base}_scale"], kind)
+            x = decode_exactly(local(value), entry[f"{base}_scale"], kind)
+            found[base] = x if local(value) is value else distributed_like(value, x)
         elif not (key.endswith("_scale") and f"{base}_8bit" in entry):
             found[key] = value
     return found

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.optim.gradients import is_dtensor
-from offbeat.optim.precision import NO_SHARES
+from offbeat.optim.gradients import local
 from offbeat.optim.scalars import new_scalars, scalar_dtype
 from offbeat.optim.settings import has_tensors
 from offbeat.rules.rule import Slot, Values
@@ -129,10 +128,9 @@ def new_state(
 
 
 def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
-    if slot.form in ("signed8", "unsigned8", "scales") and is_dtensor(p):
-        raise RuntimeError(NO_SHARES)
     if slot.form == "scales":
-        return torch.zeros(scales_for(p.numel()), dtype=slot.dtype, device=p.device)
+        shard = local(p)
+        return torch.zeros(scales_for(shard.numel()), dtype=slot.dtype, device=shard.device)
     if slot.dtype is not None:
         return torch.zeros_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
     value = slot.initial(h)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from offbeat.tiers.layout import flat
 
-__all__ = ["CODE_DTYPES", "GROUP", "decode", "encode", "round_stochastically", "scales_for"]
+__all__ = ["CODE_DTYPES", "GROUP", "decode", "decode_exactly", "encode", "round_stochastically", "scales_for"]
 
 #: Elements that share a scale.
 GROUP = 256
@@ -27,6 +27,8 @@ GROUP = 256
 _LEVELS = {"signed8": 127.0**2, "unsigned8": 255.0**4}
 #: Scales below this stand for zero, or for the smallest code: their inverses are no float32.
 _SMALLEST = {"signed8": 1e-30, "unsigned8": 2e-29}
+
+_LARGEST = {"signed8": 127, "unsigned8": 255}
 
 CODE_DTYPES = {"signed8": torch.int8, "unsigned8": torch.uint8}
 
@@ -44,6 +46,15 @@ def decode(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     result = torch.empty_like(codes, dtype=torch.float32, memory_format=torch.preserve_format)
     flat(result).copy_(x)
     return result
+
+
+def decode_exactly(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """As :func:`decode`, with the largest code as its scale to the last bit: encoded again, scales are the same."""
+    x = decode(codes, scales, kind)
+    q, each = flat(codes).to(torch.int16), scales.repeat_interleave(GROUP)[: codes.numel()]
+    largest = _LARGEST[kind]
+    flat(x).copy_(torch.where(q == largest, each, torch.where(q == -largest, -each, flat(x))))
+    return x
 
 
 def encode(x: Tensor, codes: Tensor, scales: Tensor, kind: str) -> None:
