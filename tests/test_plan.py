@@ -17,7 +17,7 @@ from offbeat.optim.native import NativePlan
 from offbeat.overlap.registry import overlapped
 from offbeat.tiers import addresses
 from offbeat.tiers import choice as choice_module
-from tests.cases import make_params, set_gradients
+from tests.cases import CASES, make_params, set_gradients
 
 
 @pytest.fixture(params=["C", "Python"], autouse=True)
@@ -133,8 +133,16 @@ CHANGES = [
 ]  # fmt: skip
 
 
+def take_turns(step, *models):
+    """Every third parameter has a gradient, others at every step; laid out as the parameter, as autograd has it."""
+    for params in models:
+        for i, p in enumerate(params):
+            p.grad = torch.empty_like(p, requires_grad=False).copy_(p.grad) if (i + step) % 3 == 0 else None
+
+
+@pytest.mark.parametrize("turns", [False, True], ids=["", "in turns"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
-def test_a_change_between_steps_reaches_the_next_step(change):
+def test_a_change_between_steps_reaches_the_next_step(change, turns):
     shapes = [(3, 4), (), (0,), (7,), (130, 5), (1, 33), (5, 5)]
     ours, twins = make_params(torch.float32, shapes=shapes), make_params(torch.float32, shapes=shapes)
     ours, twins = ([torch.nn.Parameter(p.detach()) for p in ps] for ps in (ours, twins))
@@ -147,6 +155,8 @@ def test_a_change_between_steps_reaches_the_next_step(change):
             change(a, ours)
             change(b, twins)
         set_gradients(step, ours, twins)
+        if turns:
+            take_turns(step, ours, twins)
         a.step()
         b.step()
         for i, (p, q) in enumerate(zip(ours, twins, strict=True)):
@@ -200,6 +210,31 @@ def test_a_plan_is_used_when_nothing_changes(monkeypatch):
         set_gradients(step, params, none_at=((3, 1), (4, 4)))
         optimizer.step()
     assert len(used) == 5
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["", "init_state"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_that_come_in_turns_find_a_plan(case, eager, monkeypatch):
+    """As in a mixture of experts. Counters of those who began at different steps lie in different places."""
+    used = []
+    real = plan_module.PlannedUpdate.run
+    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
+    shapes = [(3, 4), (), (0,), (7,), (2, 5)] * 5
+    ours, theirs = make_params(torch.float64, shapes=shapes), make_params(torch.float64, shapes=shapes)
+    a, b = case.ours(ours, **case.hyper), case.reference(theirs)
+    if eager:
+        a.init_state()
+    for step in range(12):
+        set_gradients(step, ours, theirs)
+        take_turns(step, ours, theirs)
+        a.step()
+        b.step()
+    assert len(used) == 9
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+    for p, q in zip(ours, theirs, strict=True):
+        if "step" in b.state[q]:
+            assert float(a.state[p]["step"]) == float(b.state[q]["step"]) == 4
 
 
 def test_gradients_that_do_not_suit_the_tables_are_still_used_rightly():

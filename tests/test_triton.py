@@ -72,6 +72,28 @@ def test_every_rule_in_float64(case, mode):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_gradients_that_come_in_turns(case, mode, monkeypatch):
+    """As in a mixture of experts: tables hold everyone who has had a gradient before."""
+    used = []
+    real = plan_module.PlannedUpdate.run
+    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
+    theirs = make_params(torch.float64)
+    ours = there(theirs)
+    a, b = case.ours(ours, **case.hyper, **mode), case.reference(theirs)
+    for step in range(9):
+        set_gradients(step, theirs)
+        for i, p in enumerate(theirs):
+            p.grad = p.grad if (i + step) % 3 == 0 else None
+        give(ours, theirs)
+        a.step()
+        b.step()
+    assert_close(ours, theirs, 1e-12)
+    assert len(used) == 6
+    assert_fused(a)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float32_is_the_loop_tier(case, mode):
     """To the bit, but for divisions by a number: on a GPU torch multiplies by the inverse, which rounds twice."""

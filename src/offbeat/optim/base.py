@@ -257,13 +257,15 @@ class RuleOptimizer(Optimizer):
     ) -> None:
         """Keep tables for the next step of this group or part, and none for groups that are gone."""
         if params is not group["params"]:
-            plan = make_plan(self.rule, params, self._own_state(), update) if part_plans is not None else None
-            if plan is not None and part_plans is not None:
-                part_plans[tuple(map(id, params))] = plan
+            if part_plans is not None:
+                key = tuple(map(id, params))
+                plan = make_plan(self.rule, params, self._own_state(), update, part_plans.get(key))
+                if plan is not None:
+                    part_plans[key] = plan
             return
         here = {id(one) for one in self.param_groups}
         self._plans = {key: plan for key, plan in self._plans.items() if key in here}
-        plan = make_plan(self.rule, params, self._own_state(), update)
+        plan = make_plan(self.rule, params, self._own_state(), update, self._plans.get(id(group)))
         if plan is None:
             self._plans.pop(id(group), None)
         else:

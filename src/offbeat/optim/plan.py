@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from offbeat.optim.device import DeviceCounters, DeviceRun
 from offbeat.optim.extras import NOTHING, Extras
+from offbeat.optim.gradients import local
+from offbeat.optim.members import Member
 from offbeat.optim.native import NativePlan, make_native_plan
 from offbeat.optim.scalars import Ahead, Scalars, move_on
 from offbeat.optim.settings import Settings, kernel_shape, on_host
@@ -25,7 +28,7 @@ from offbeat.rules.rule import Rule, Values
 from offbeat.tiers.addresses import AddressBook
 from offbeat.tiers.choice import is_capturing, uses_triton
 from offbeat.tiers.fused import CpuKernel, cpu_kernel
-from offbeat.tiers.layout import compute_dtype
+from offbeat.tiers.layout import compute_dtype, same_layout
 
 __all__ = ["Plan", "PlannedUpdate", "make_plan"]
 
@@ -33,15 +36,15 @@ __all__ = ["Plan", "PlannedUpdate", "make_plan"]
 class _Table:
     """The members of one kernel call: tensors of one device and one combination of dtypes."""
 
-    def __init__(self, update: Update, index: list[int], positions: list[int]) -> None:
-        members = [update.members[i] for i in index]
+    def __init__(self, update: Update, members: list[Member], positions: list[int]) -> None:
+        self.choice = members[0].choice
         self.positions = positions  # in the group's list of parameters
         self.params = [m.param for m in members]
         self.shards = [m.columns[0] for m in members]  # the parameters themselves unless they are distributed
         state = [[m.columns[c] for m in members] for c in range(2, len(members[0].columns))]
         self.counters = [Scalars([m.scalars[i] for m in members]) for i in range(len(update.scalar_keys))]
         wrappers = self.params if members[0].distributed else None
-        scales = [[m.scales[i] for m in members] for i in range(len(update.scale_keys))]
+        self.scales = scales = [[m.scales[i] for m in members] for i in range(len(update.scale_keys))]
         pinned = [*(counter.tensors for counter in self.counters), *scales]
         self.book = AddressBook([self.shards, *state], pinned, wrappers)
         self.numel = array("q", [p.numel() for p in self.shards])
@@ -61,6 +64,21 @@ class _Table:
             )
         else:
             self.kernel = cpu_kernel(self.program, dtypes, compute)
+
+    def member(self, i: int, update: Update) -> Member | None:
+        """What is known of a parameter, if it and its state are what they were; a gradient may come later."""
+        p, shard, entry = self.params[i], self.shards[i], update.state.get(self.params[i]) or {}
+        state = [column[i] for column in self.book.columns[1:]]
+        scalars, scales = [c.tensors[i] for c in self.counters], [column[i] for column in self.scales]
+        keys = (*update.tensor_keys, *update.scalar_keys, *update.scale_keys)
+        found = [local(entry[key]) if isinstance(entry.get(key), Tensor) else None for key in keys]
+        if local(p) is not shard or not all(map(is_, found, [*state, *scalars, *scales])):
+            return None
+        if any(t.device != shard.device or t.shape != shard.shape or not same_layout(t, shard) for t in state):
+            return None
+        columns = [shard, shard, *state]  # its gradient will look like it
+        distributed = self.book.wrappers is not None
+        return Member(p, columns, scalars, False, True, distributed, None, self.choice, True, self.on_device, scales)
 
     def active(self, count: int) -> list[int] | None:
         """Who of the members has a gradient, by the addresses read last; None if all have."""
@@ -184,8 +202,15 @@ class PlannedUpdate:
             run.table.prepare_captures()
 
 
-def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update) -> Plan | NativePlan | None:
-    """A plan for these parameters after ``update``, if all of them are plain tensors of one tier that has such."""
+def make_plan(
+    rule: Rule, params: Sequence[Tensor], state: State, update: Update, before: Plan | NativePlan | None = None
+) -> Plan | NativePlan | None:
+    """A plan for these parameters after ``update``, if all of them are plain tensors of one tier that has such.
+
+    Args:
+        before: the plan that did not fit any more. Parameters that it knew and that have no gradient this time are
+            taken over, or gradients that come and go in turns would never find a plan that has them all.
+    """
     members = update.members
     if members and members[0].choice.tier == "native":
         return make_native_plan(rule, params, state, update)
@@ -196,9 +221,15 @@ def make_plan(rule: Rule, params: Sequence[Tensor], state: State, update: Update
     position = {id(p): i for i, p in enumerate(params)}
     if len(position) != len(params):
         return None
-    batches: dict[Any, list[int]] = {}
-    for i, member in enumerate(members):
+    if isinstance(before, Plan) and before.state is state and before.shape == kernel_shape(rule, update.h):
+        here = {id(m.param) for m in members}
+        for table in before.tables:
+            idle = [i for i, p in enumerate(table.params) if id(p) in position and id(p) not in here]
+            known = [table.member(i, update) for i in idle]
+            members = [*members, *(m for m in known if m is not None and m.distributed == members[0].distributed)]
+    batches: dict[Any, list[Member]] = {}
+    for member in sorted(members, key=lambda m: position[id(m.param)]):
         kind = (member.columns[0].device, member.on_device, tuple(t.dtype for t in member.columns))
-        batches.setdefault(kind, []).append(i)
-    tables = [_Table(update, index, [position[id(members[i].param)] for i in index]) for index in batches.values()]
+        batches.setdefault(kind, []).append(member)
+    tables = [_Table(update, some, [position[id(m.param)] for m in some]) for some in batches.values()]
     return Plan(rule, len(params), state, update, tables)

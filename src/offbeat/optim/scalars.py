@@ -32,6 +32,7 @@ class Scalars:
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self.line = _common_line(tensors)
+        self._lines = _lines(tensors) if self.line is None else []
         self._bytes: Any = None
         if self.line is not None and self.line.device.type == "cpu":
             self._bytes = (ctypes.c_char * self.line.nbytes).from_address(self.line.data_ptr())
@@ -40,7 +41,14 @@ class Scalars:
         """All values, in order."""
         if self.line is not None:
             return self.line.tolist()
-        return [t.item() for t in self.tensors]
+        if not self._lines:
+            return [t.item() for t in self.tensors]
+        values = [0.0] * len(self.tensors)
+        for line, places in self._lines:
+            numbers = line.tolist()
+            for i, at in places:
+                values[i] = numbers[at]
+        return values
 
     @property
     def is_readable(self) -> bool:
@@ -68,9 +76,15 @@ class Scalars:
         """Add one to those at the positions ``active``; to all for None."""
         if self.line is not None and active is None:
             self.line.add_(1)
+        elif self._lines:
+            chosen = range(len(self.tensors)) if active is None else set(active)
+            for line, places in self._lines:
+                more = [0.0] * len(line)
+                for i, at in places:
+                    more[at] += i in chosen
+                line.add_(torch.tensor(more, dtype=line.dtype))
         elif active is None or active:
-            chosen = self.tensors if active is None else [self.tensors[i] for i in active]
-            torch._foreach_add_(chosen, 1)
+            torch._foreach_add_(self.tensors if active is None else [self.tensors[i] for i in active], 1)
 
     def write(self, values: Sequence[float | None]) -> None:
         """Set each to its value; None leaves one as it is."""
@@ -79,6 +93,14 @@ class Scalars:
             value = distinct.pop()
             if value is not None:
                 self.line.fill_(value)
+            return
+        if self._lines:
+            for line, places in self._lines:
+                numbers = line.tolist()
+                for i, at in places:
+                    new = values[i]
+                    numbers[at] = numbers[at] if new is None else new
+                line.copy_(torch.tensor(numbers, dtype=line.dtype))
             return
         for t, value in zip(self.tensors, values, strict=True):
             if value is not None:
@@ -97,6 +119,30 @@ def _common_line(tensors: list[Tensor]) -> Tensor | None:
         if t.data_ptr() != start + i * size or t.untyped_storage().data_ptr() != storage:
             return None
     return first.detach().as_strided((len(tensors),), (1,), first.storage_offset())
+
+
+def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+    """0-d tensors on the host by the storages they lie in: each as a line, with who of them lies where.
+
+    Counters of parameters that began at different steps lie in different storages, a few in all. Empty if that is not
+    so, or if a storage is mostly something else.
+    """
+    found: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.device.type != "cpu" or t.dim() or t.requires_grad:
+            return []
+        found.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append(i)
+    if len(found) > max(1, len(tensors) // 8):
+        return []
+    result = []
+    for where in found.values():
+        offsets = [int(tensors[i].storage_offset()) for i in where]
+        first, size = min(offsets), max(offsets) - min(offsets) + 1
+        if size > 4 * len(where):
+            return []
+        line = tensors[where[0]].detach().as_strided((size,), (1,), first)
+        result.append((line, [(i, at - first) for i, at in zip(where, offsets, strict=True)]))
+    return result
 
 
 class Ahead:
