@@ -501,3 +501,30 @@ def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
         if step >= 2:  # every bucket has its tables
             assert counts[0] == 0
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_overlap_clips_parameters_that_came_later():
+    """The groups of a bucket are those of this step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4)).to(DEVICE)
+    twin = copy.deepcopy(model)
+    optimizer = offbeat.AdamW([{"params": [p]} for p in model[0].parameters()], lr=0.01)
+    handle = offbeat.overlap(optimizer, model, clip_norm=1e-3, clip="previous")
+    other = offbeat.AdamW([{"params": [p]} for p in twin[0].parameters()], lr=0.01)
+    norm = None
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 0.1})
+            other.add_param_group({"params": list(twin[1].parameters()), "lr": 0.1})
+        x = torch.randn(8, 6, device=DEVICE)
+        model(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        optimizer.step()
+        grads = [p.grad for group in other.param_groups for p in group["params"]]
+        before, norm = norm, torch.nn.utils.get_total_norm(grads)
+        torch._foreach_mul_(grads, (1e-3 / ((norm if before is None else before) + 1e-6)).clamp(max=1.0))
+        other.step()
+        for one in (model, twin):
+            one.zero_grad()
+        assert_close(model.parameters(), twin.parameters(), 1e-6)
+    assert handle.last_norm is not None

@@ -143,6 +143,11 @@ class Core:
             params, grads = [params[i] for i in now], [grads[i] for i in now]
         if not params:
             return False
+        if self._options is None:
+            self._options = _options(self.optimizer)
+            begin = getattr(self._overlapped, "begin_step", None)
+            if begin is not None:
+                begin()
         in_the_same_pass: dict[str, Tensor] = {}
         if self.clip is not None:
             takes_clip = getattr(self._overlapped, "takes_clip", None)
@@ -151,11 +156,6 @@ class Core:
             else:
                 self.clip.clip_bucket(params, grads)
             self.clip.forget_gradients(params)
-        if self._options is None:
-            self._options = _options(self.optimizer)
-            begin = getattr(self._overlapped, "begin_step", None)
-            if begin is not None:
-                begin()
         self.in_bucket = True
         try:
             self._overlapped.step_bucket(params, grads, **in_the_same_pass)
