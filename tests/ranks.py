@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-__all__ = ["run_ranks"]
+__all__ = ["rank_context", "run_ranks"]
 
 SECONDS = 60
 
 
-def _main(rank: int, world: int, store: str, results: Any, function: Any, args: tuple[Any, ...]) -> None:
+def _main(
+    environment: dict[str, str], rank: int, world: int, store: str, results: Any, function: Any, args: tuple[Any, ...]
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
@@ -36,14 +40,28 @@ def _main(rank: int, world: int, store: str, results: Any, function: Any, args: 
             dist.destroy_process_group()
 
 
+def rank_context() -> Any:
+    """How processes of a test are started: forked from one that has imported torch and done nothing else.
+
+    Importing it takes longer than most tests.
+    """
+    if "TRITON_INTERPRET" in os.environ:  # Triton decides whether it interprets when it is imported
+        return mp.get_context("spawn")
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "offbeat"])
+    return context
+
+
 def run_ranks(function: Any, world: int, *args: Any, seconds: float = SECONDS) -> list[Any]:
     """What ``function(rank, world, *args)`` returned on each rank. Raises if one failed or took too long."""
-    context = mp.get_context("spawn")
+    context = rank_context()
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         workers = [
-            context.Process(target=_main, args=(rank, world, store, results, function, args), daemon=True)
+            context.Process(
+                target=_main, args=(dict(os.environ), rank, world, store, results, function, args), daemon=True
+            )
             for rank in range(world)
         ]
         for worker in workers:

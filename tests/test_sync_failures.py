@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import offbeat
-from tests.ranks import run_ranks
+from tests.ranks import rank_context, run_ranks
 from tests.sync_reference import batch, everyone, flat, loss, make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_failures")]
@@ -62,7 +61,7 @@ def lose_a_peer(rank: int, store: str, delay: int, how: str, answers: Any) -> No
 @pytest.mark.parametrize("how", ["dies", "falls silent"])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_peer_is_lost_in_the_middle_of_a_sync(how, delay):
-    context = mp.get_context("spawn")
+    context = rank_context()
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
