@@ -427,3 +427,24 @@ def test_groups_may_differ():
     assert set(optimizer.state[b]) == {"step", "exp_avg", "exp_avg_sq", "compensation"}
     assert optimizer.state[a]["exp_avg_8bit"].dtype == torch.int8
     assert "state_dtype" not in optimizer.param_groups[1]
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize(
+    "options", [{"rounding": "stochastic"}, {"rounding": "kahan"}, {"state_dtype": "8bit"}], ids=str
+)
+def test_a_parameter_that_changed_while_it_had_no_gradient_is_checked_again(options):
+    a, b = (torch.linspace(1, 2, 300, device=DEVICE).bfloat16().requires_grad_() for _ in range(2))
+    optimizer = offbeat.AdamW([a, b], **options)
+    for _ in range(2):
+        a.grad, b.grad = torch.ones_like(a), torch.ones_like(b)
+        optimizer.step()
+    b.grad = None
+    b.data = b.data.double()
+    optimizer.state[a]["note"] = 1  # tables are made anew
+    optimizer.step()
+    b.grad = torch.ones_like(b)
+    before = b.detach().clone()
+    with pytest.raises(RuntimeError, match="float64"):
+        optimizer.step()
+    assert torch.equal(b, before)

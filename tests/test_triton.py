@@ -481,7 +481,7 @@ def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20)).to(DEVICE)
     other = copy.deepcopy(one)
-    batches = [torch.randn(8, 40, device=DEVICE) for _ in range(4)]
+    batches = [torch.randn(8, 40, device=DEVICE) for _ in range(7)]
     handles, optimizers = [], []
     for model in (one, other):
         parts = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters()), "lr": 0.02}]
@@ -492,13 +492,16 @@ def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
     for step, x in enumerate(batches):
         counts = []
         for model, optimizer in zip((one, other), optimizers, strict=True):
+            if step == 5:  # the maths is wider than gradients from here on
+                for p in model.parameters():
+                    optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"].double()
             before = len(passes)
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             counts.append(len(passes) - before)
         assert counts[1] > 0
-        if step >= 2:  # every bucket has its tables
+        if 2 <= step < 5:  # every bucket has its tables
             assert counts[0] == 0
         assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 

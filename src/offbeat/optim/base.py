@@ -259,17 +259,23 @@ class RuleOptimizer(Optimizer):
         if params is not group["params"]:
             if part_plans is not None:
                 key = tuple(map(id, params))
-                plan = make_plan(self.rule, params, self._own_state(), update, part_plans.get(key))
+                plan = self._make_plan(params, update, part_plans.pop(key, None))
                 if plan is not None:
                     part_plans[key] = plan
             return
         here = {id(one) for one in self.param_groups}
         self._plans = {key: plan for key, plan in self._plans.items() if key in here}
-        plan = make_plan(self.rule, params, self._own_state(), update, self._plans.get(id(group)))
-        if plan is None:
-            self._plans.pop(id(group), None)
-        else:
+        plan = self._make_plan(params, update, self._plans.pop(id(group), None))
+        if plan is not None:
             self._plans[id(group)] = plan
+
+    def _make_plan(
+        self, params: Sequence[Tensor], update: Update, before: Plan | NativePlan | None
+    ) -> Plan | NativePlan | None:
+        try:
+            return make_plan(self.rule, params, self._own_state(), update, before)
+        except RuntimeError:  # no memory for tables, say: the step is done, and the next goes without
+            return None
 
     def init_state(self) -> None:
         """Allocate all state now, for parameters with and without a gradient, changing nothing else.

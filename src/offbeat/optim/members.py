@@ -145,5 +145,5 @@ def _replace_state(update: Update, param: Tensor, key: str, value: Tensor) -> No
     if param.is_complex():
         value = torch.view_as_complex(value)
     if is_dtensor(param):
-        value = distributed_like(update.state[param][key], value)
+        value = distributed_like(param, value)
     update.created.append((param, key, value))

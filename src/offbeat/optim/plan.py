@@ -8,7 +8,7 @@ parameters or the shape of the maths discards the plan.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -28,7 +28,7 @@ from offbeat.rules.rule import Rule, Values
 from offbeat.tiers.addresses import AddressBook
 from offbeat.tiers.choice import is_capturing, uses_triton
 from offbeat.tiers.fused import CpuKernel, cpu_kernel
-from offbeat.tiers.layout import compute_dtype, same_layout
+from offbeat.tiers.layout import compute_dtype
 
 __all__ = ["Plan", "PlannedUpdate", "make_plan"]
 
@@ -46,6 +46,7 @@ class _Table:
         wrappers = self.params if members[0].distributed else None
         self.scales = scales = [[m.scales[i] for m in members] for i in range(len(update.scale_keys))]
         pinned = [*(counter.tensors for counter in self.counters), *scales]
+        self._kinds = [list(map(_kind, column)) for column in pinned]
         self.book = AddressBook([self.shards, *state], pinned, wrappers)
         self.numel = array("q", [p.numel() for p in self.shards])
         self.elements = sum(self.numel)
@@ -74,11 +75,19 @@ class _Table:
         found = [local(entry[key]) if isinstance(entry.get(key), Tensor) else None for key in keys]
         if local(p) is not shard or not all(map(is_, found, [*state, *scalars, *scales])):
             return None
-        if any(t.device != shard.device or t.shape != shard.shape or not same_layout(t, shard) for t in state):
+        # Whatever was checked, chosen and compiled for it then must hold now.
+        if not self.book.is_unchanged(i) or any(kinds[i] != _kind(t[i]) for t, kinds in self._beside()):
             return None
+        late = not self.on_device and any(slot.late for slot in update.slots)
+        if late and scalars[update.scalar_keys.index("step")].item() == 0:
+            return None  # wound back: it begins anew
         columns = [shard, shard, *state]  # its gradient will look like it
         distributed = self.book.wrappers is not None
         return Member(p, columns, scalars, False, True, distributed, None, self.choice, True, self.on_device, scales)
+
+    def _beside(self) -> Iterator[tuple[list[Tensor], list[Any]]]:
+        """Counters and scales, and of which kind they were."""
+        return zip([*(counter.tensors for counter in self.counters), *self.scales], self._kinds, strict=True)
 
     def active(self, count: int) -> list[int] | None:
         """Who of the members has a gradient, by the addresses read last; None if all have."""
@@ -96,6 +105,10 @@ class _Table:
         elements = self.elements if active is None else sum(self.numel[i] for i in active)
         flat = array("d", [row[name] for row in coefficients for name in self.program.coefficients])
         self.kernel(self.book.tables, self.numel, self.same_row if which is None else which, flat, elements)
+
+
+def _kind(t: Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.device, t.shape, t.stride()
 
 
 class Plan:
@@ -116,7 +129,11 @@ class Plan:
         planned = {i for table in tables for i in table.positions}
         self.outside = [i for i in range(self.size) if i not in planned]
         self.capturable = bool(update.h.capturable)
-        self.is_on_device = all(table.device_run is not None for table in tables)
+
+    @property
+    def clips_exactly(self) -> bool:
+        """Whether gradients can be multiplied in the same pass with the bits of a pass of its own."""
+        return all(t.device_run is not None and t.device_run.compute == t.shards[0].dtype for t in self.tables)
 
     def prepare(
         self, settings: Settings, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
@@ -149,7 +166,11 @@ class Plan:
             if self.late and 0.0 in table.counters[self.scalar_keys.index("step")].read():
                 return None
             h = on_host(settings.h) if settings.has_tensors else settings.h
-            parts.append((table, count, table.ahead.rows(self.rule, h, self.scalar_keys, table.counters)))
+            try:
+                numbers = table.ahead.rows(self.rule, h, self.scalar_keys, table.counters)
+            except (ArithmeticError, ValueError, RuntimeError):
+                return None  # it may be the counter of one without a gradient that makes no sense
+            parts.append((table, count, numbers))
         return PlannedUpdate(self, settings.h, parts, capturing)
 
 

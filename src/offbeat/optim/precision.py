@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.optim.gradients import distributed_like, local, shard_like
+from offbeat.optim.gradients import distributed_like, is_dtensor, local, shard_like
 from offbeat.rules.rule import Rule, Slot, Values
 from offbeat.tiers.codec import CODE_DTYPES, decode, decode_exactly, encode, round_stochastically, scales_for
 from offbeat.tiers.layout import is_dense, same_layout
@@ -153,6 +153,12 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
         was: ``state_dtype`` of the optimizer that saved it.
         now: ``state_dtype`` of this one.
     """
+    if is_dtensor(p) and any(key.endswith("_8bit") and not is_dtensor(value) for key, value in entry.items()):
+        raise ValueError(
+            "loaded state dict has codes of 8 bits of a whole parameter for one that is distributed, and blocks of "
+            "codes cannot be cut; load it into an optimizer of the whole model without state_dtype, and shard what "
+            "that saves"
+        )
     wanted = [slot.key for slot in slots]
     there = [entry[slot.key] for slot in slots if slot.form in CODE_DTYPES and slot.key in entry]
     placed = all(isinstance(t, Tensor) and is_dense(local(t)) and same_layout(local(t), local(p)) for t in there)
@@ -163,11 +169,11 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
     bases = {slot.key.removesuffix("_8bit") for slot in slots if not slot.scalar}
     if any(base in entry and entry[base] is None for base in bases) and not bases & numbers.keys():
         return {}  # as an old SGD writes it that has not begun
-    begun = not all(_is_mark(value) for key, value in numbers.items() if key in bases)
     for slot in slots:
         base = slot.key.removesuffix("_8bit")
         if slot.scalar and slot.key == "step" and "step" not in numbers:
-            found["step"] = 1.0 if begun else 0.0  # its state is there, but it may be waiting for its first step
+            # Its state is there, but it may be waiting for its first step. Asked of all shards: ranks say the same.
+            found["step"] = 0.0 if all(_is_mark(value) for key, value in numbers.items() if key in bases) else 1.0
         elif slot.form in CODE_DTYPES and base in numbers:
             x = shard_like(base, numbers[base], p)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
@@ -187,7 +193,7 @@ def _is_mark(value: Any) -> bool:
     """Whether this says "no step yet": see :func:`offbeat.optim.state.mark_unbegun`."""
     from offbeat.optim.state import is_unbegun
 
-    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(local(value))
+    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(value)
 
 
 def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:

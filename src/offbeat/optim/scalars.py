@@ -112,11 +112,11 @@ def _common_line(tensors: list[Tensor]) -> Tensor | None:
     first = tensors[0]
     size = first.element_size()
     start = first.data_ptr()
-    storage = first.untyped_storage().data_ptr()
+    storage = first.untyped_storage()._cdata
     for i, t in enumerate(tensors):
         if t.dtype != first.dtype or t.device != first.device or t.dim():
             return None
-        if t.data_ptr() != start + i * size or t.untyped_storage().data_ptr() != storage:
+        if t.data_ptr() != start + i * size or t.untyped_storage()._cdata != storage:
             return None
     return first.detach().as_strided((len(tensors),), (1,), first.storage_offset())
 
@@ -131,7 +131,7 @@ def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
     for i, t in enumerate(tensors):
         if t.device.type != "cpu" or t.dim() or t.requires_grad:
             return []
-        found.setdefault((t.untyped_storage().data_ptr(), t.dtype), []).append(i)
+        found.setdefault((t.untyped_storage()._cdata, t.dtype), []).append(i)
     if len(found) > max(1, len(tensors) // 8):
         return []
     result = []
@@ -167,7 +167,10 @@ class Ahead:
     def work_out(self, rule: Rule, h: Values, keys: Sequence[str], counters: Sequence[Scalars]) -> None:
         """Get ready for the next step; counters have moved on. Not if hyperparameters change at every step."""
         if h is self._seen and all(counter.is_readable for counter in counters):
-            self._made = coefficient_rows(rule, h, keys, counters, None)
+            try:
+                self._made = coefficient_rows(rule, h, keys, counters, None)
+            except (ArithmeticError, ValueError, RuntimeError):
+                return  # this step is done; the next says what is wrong
             self._left = [counter.raw() for counter in counters]
         self._seen = h
 

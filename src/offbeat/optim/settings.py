@@ -80,20 +80,20 @@ class SettingsCache:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._known: dict[int, tuple[int, dict[str, Any], Settings]] = {}
+        self._known: dict[int, tuple[dict[str, Any], Settings]] = {}
 
     def of(self, group: dict[str, Any]) -> Settings:
         """What this group says now."""
         if (known := self._known.get(id(group))) is not None:
-            size, before, settings = known
+            before, settings = known
             # The very same objects, which cannot change in place, say the same; this is quicker than to compare.
-            same_names = len(group) == size and before.keys() <= group.keys()
+            same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return settings
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         constant = all(map(_is_constant, options.values()))  # a tensor may change in place
         if known is not None and constant and before == options:
-            self._known[id(group)] = (len(group), options, settings)
+            self._known[id(group)] = (options, settings)
             return settings
         check_precision(self._rule, options)
         h = hyperparameters({**FLAGS, **options})
@@ -101,7 +101,7 @@ class SettingsCache:
         if constant:
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
-            self._known[id(group)] = (len(group), options, settings)
+            self._known[id(group)] = (options, settings)
         else:
             self._known.pop(id(group), None)
         return settings

@@ -169,10 +169,8 @@ class _OverlappedRule(OverlappedOptimizer):
 
     def takes_clip(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
         """Whether gradients can be multiplied in the pass that updates, with the bits of a pass of its own."""
-        if any(g.dtype not in (torch.float32, torch.float64) for g in grads):
-            return False
         plans = [self._plans.get(tuple(map(id, mine))) for _, mine, _ in self._by_group(params, grads)]
-        return all(isinstance(plan, Plan) and plan.is_on_device for plan in plans)
+        return all(isinstance(plan, Plan) and plan.clips_exactly for plan in plans)
 
     def _by_group(
         self, params: Sequence[Tensor], grads: Sequence[Tensor]

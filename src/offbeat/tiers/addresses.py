@@ -92,6 +92,14 @@ class AddressBook:
                 self._arguments.append(table.buffer_info()[0])
             self._read = read
 
+    def is_unchanged(self, row: int) -> bool:
+        """Whether the tensors of a row are of the kind they were, and have memory."""
+        columns = zip(self.columns, self._expected, strict=True)
+        return all(
+            _kind(column[row]) == expected[row] and (column[row].data_ptr() or not column[row].numel())
+            for column, expected in columns
+        )
+
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> int | None:
         """Bring :attr:`tables` up to date: addresses of parameters, gradients (0 for None), then state.
 

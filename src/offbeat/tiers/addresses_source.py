@@ -68,11 +68,12 @@ static inline i64 difference(const i64 *a, const void *b, i64 words) {
 
 static int looks_the_same(const struct look *look, const void *tensor) {
   if (look->tensor != (i64)tensor) return 0;
+  i64 words = (get.keys_at - 8) / 8;
+  if (words == USUAL_WORDS ? difference(look->words, (const char *)tensor + 16, USUAL_WORDS)
+                           : difference(look->words, (const char *)tensor + 16, words)) return 0;
+  /* Another tensor may lie where one was that has been freed, and have no storage: only now it is known to have one. */
   const char *storage = (const char *)WORD(tensor, get.storage_at);
-  i64 words = (get.keys_at - 8) / 8, found = look->type ^ type_of(tensor);
-  found |= words == USUAL_WORDS ? difference(look->words, (const char *)tensor + 16, USUAL_WORDS)
-                                : difference(look->words, (const char *)tensor + 16, words);
-  return !(found | difference(look->storage, storage + 16, STORAGE_WORDS));
+  return !(difference(look->storage, storage + 16, STORAGE_WORDS) | (look->type ^ type_of(tensor)));
 }
 
 static void remember(struct look *look, const void *tensor, i64 address) {
