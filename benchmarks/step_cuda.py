@@ -276,7 +276,8 @@ def cuda_report(results: dict[str, Any]) -> str:
         "At most: torch's wall clock over the time a copy of as many bytes takes, with no host at all.",
     ]
     if "runs" in results:
-        lines += [f"Every figure is the median of {results['runs']} runs; behind a ratio its range."]
+        lines += [f"Every figure is the median of {results['runs']} runs, put together with `--merge`; behind a ratio"]
+        lines += ["its range."]
     lines += [""]
     lines += [
         "| rule | parameters | torch foreach | torch fused | offbeat | share | torch fused / offbeat (wall) | at most |"

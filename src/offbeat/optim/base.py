@@ -95,9 +95,9 @@ class RuleOptimizer(Optimizer):
         Args:
             closure: re-evaluates the model and returns the loss, with gradients enabled.
             clip: a number gradients are multiplied by for this update, such as the coefficient of
-                :func:`torch.nn.utils.clip_grad_norm_`. The gradients themselves stay as they are. The fused tier on a
-                GPU does it in the same pass over memory and does not wait for a tensor there; others make a copy of
-                the gradients.
+                :func:`torch.nn.utils.clip_grad_norm_`; the product is rounded as a gradient is. The gradients
+                themselves stay as they are. The fused tier on a GPU does it in the same pass over memory and does not
+                wait for a tensor there; others make a copy of the gradients.
             zero_grad: whether gradients are zero afterwards, also of a step that a GradScaler has skipped; in the same
                 pass on a GPU.
 

@@ -328,7 +328,7 @@ def _pass(
         lines.append(f"tl.store(p1 + inside, {_cast('v1', dtypes[1], compute)}{mask})")
     if variant.clipped:
         lines.append("v1 = v1 * clip_")
-        if dtypes[1] != compute:  # as if they had been multiplied where they lie
+        if dtypes[1] != compute:  # as gradient * number is
             lines.append(f"v1 = {_cast('v1', dtypes[1], compute)}.to({c})")
     outputs = [0, *range(2, len(tensors))]
     values = [f"v{i}" for i in tensors] + [f"c{i}" for i in range(len(program.coefficients))]
