@@ -1,14 +1,24 @@
-# Everything a target needs it installs by itself into .venv; Python (3.10 or later) and make are enough.
+# Everything a target needs it installs by itself into .venv; Python (3.11 or later) and make are enough.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 
-.PHONY: help demo test lint types imports unit bench convergence docs clean
+# The oldest and the newest torch of the range in pyproject.toml. Others: make compat TORCHES="2.12.1 2.14.1"
+TORCHES ?= 2.11.0 2.15.0
+# Pins leave out what torch brings along in a version of its own. They are for Python 3.11 and later; for an older one:
+# make compat PYTHON=python3.10 TORCHES=2.11.0 PINS=/dev/null
+PINS ?= constraints.txt
+# The short form of the tests: those that meet torch most closely.
+COMPAT_TESTS := against_torch cuda distributed functional local_sgd optim_db optimizer overlap overlap_cells overlap_cuda \
+	overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
+
+.PHONY: help demo test lint types imports unit compat bench convergence docs clean
 
 help:
 	@echo "make demo   several processes train a small model together and show what they gained"
 	@echo "make test   lint, types, direction of imports, all tests"
+	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
 	@echo "make convergence  training loss of replicas that average now and then, against DDP (20 minutes)"
@@ -38,6 +48,18 @@ imports: $(VENV)/ready
 unit: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
+compat: $(TORCHES:%=compat-%)
+
+.PHONY: $(TORCHES:%=compat-%)
+$(TORCHES:%=compat-%): compat-%: .venv-compat-%/ready
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(COMPAT_TESTS:%=tests/test_%.py)
+
+.venv-compat-%/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	grep -vE '^(torch|triton)==' $(PINS) > $(@D)/pins.txt || true
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/pins.txt "torch==$*" -e ".[test]"
+	touch $@
+
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/step.py --save
 	$(BIN)/python -m benchmarks.sync memory --save
@@ -53,4 +75,4 @@ docs: $(VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:
-	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-compat-* build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis

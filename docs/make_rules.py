@@ -6,10 +6,10 @@ import inspect
 import sys
 from pathlib import Path
 
-from offbeat import rules
 from offbeat.optim import optimizers
 from offbeat.rules.rule import FLAGS, Rule, Values
 
+RULES = [getattr(optimizers, name).rule for name in optimizers.__all__]
 FOLDER = Path(__file__).parent / "rules"
 
 
@@ -42,7 +42,7 @@ def page(rule: Rule) -> str:
     cls = getattr(optimizers, rule.name)
     module = sys.modules[rule.update.__module__]
     title, _, body = formula_to_markdown(module.__doc__ or "").partition("\n")
-    options = {**FLAGS, **{h.name: h.default for h in rule.hyper}, **rule.fixed}
+    options = {**FLAGS, **{h.name: h.default for h in rule.hyper}, **rule.surface.fixed}
     everything = {**options, **{h.name: True for h in rule.hyper if h.default is False}, "momentum": 0.9}
     state = {slot.key: slot for slot in rule.slots(Values(**everything))}
     always = {slot.key for slot in rule.slots(Values(**options))}
@@ -65,17 +65,14 @@ def page(rule: Rule) -> str:
     rows = "- Sparse gradients update the rows they touch, without weight decay"
     rows += "; with momentum they count as dense ones." if momentum else "."
     lines.append(rows if meaning == "rows" else "- Sparse gradients raise.")
-    if "capturable" not in rule.flags:
+    if "capturable" not in rule.surface.flags:
         lines.append("- No `capturable`, as in torch.optim.")
-    lines.append(
-        "- On GPUs the foreach tier runs" + (", or torch's own operator with `fused=True`." if rule.native else ".")
-    )
     return "\n".join(lines) + "\n"
 
 
 def pages() -> dict[str, str]:
     """File names and texts."""
-    return {f"{rule.name.lower()}.md": page(rule) for rule in rules.RULES}
+    return {f"{rule.name.lower()}.md": page(rule) for rule in RULES}
 
 
 if __name__ == "__main__":

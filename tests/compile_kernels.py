@@ -11,15 +11,12 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
 import offbeat
-from offbeat.optim.coefficients import DeviceNumbers
-from offbeat.optim.precision import formats, kept_slots
-from offbeat.optim.scalars import Scalars
-from offbeat.optim.settings import hyperparameters
-from offbeat.optim.update import program_for
-from offbeat.rules.rule import FLAGS
-from offbeat.tiers import triton_kernel
-from offbeat.tiers.device_table import BLOCK
-from offbeat.tiers.triton_source import Variant, is_rough, triton_source
+from offbeat.engine.counters import ScalarColumn
+from offbeat.engine.cuda import kernel as triton_kernel
+from offbeat.engine.cuda.numbers import DeviceNumbers, StoredOnDevice
+from offbeat.engine.cuda.source import Variant, is_rough, triton_source
+from offbeat.engine.cuda.table import BLOCK
+from offbeat.engine.options import Options
 
 TARGET = GPUTarget("cuda", 90, 32)
 RULES = ["SGD", "Adam", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD", "Lion"]
@@ -42,23 +39,22 @@ def compile_source(source: str, fusion: bool, **types: str) -> None:
 
 def update_kernel(cls: type, dtype: torch.dtype, variant: Variant, **options: object) -> None:
     optimizer = cls([torch.ones(3, dtype=dtype, requires_grad=True)], **options)
-    h = hyperparameters({**FLAGS, **optimizer.param_groups[0]})
-    slots = kept_slots(cls.rule, h)
-    form = formats(h, slots)
-    state = [slot.dtype or dtype for slot in slots if not slot.scalar and slot.form != "scales"]
+    group = Options(cls.rule, optimizer.param_groups[0])
+    form = group.form
+    state = [slot.dtype or dtype for slot in group.slots if slot.key in group.tensor_keys]
     dtypes, compute = (dtype, dtype, *state), torch.float64 if dtype == torch.float64 else torch.float32
-    source = triton_source(program_for(cls.rule, h), dtypes, compute, variant, form)
+    source = triton_source(group.program(), dtypes, compute, variant, form)
     compile_source(source, is_rough(dtypes, form), rows="*fp64" if compute == torch.float64 else "*fp32")
 
 
 def number_kernel(cls: type, lr: object) -> None:
     optimizer = cls([torch.ones(3, requires_grad=True)])
-    h = hyperparameters({**FLAGS, **optimizer.param_groups[0]})
-    h.lr = lr
-    slots = cls.rule.slots(h)
-    counters = [Scalars([torch.zeros(())]) for slot in slots if slot.scalar]
-    names = program_for(cls.rule, h, on_device=True).coefficients
-    numbers = DeviceNumbers.make(cls.rule, h, slots, counters, False, names, torch.float32, 2 + len(slots))
+    group = Options(cls.rule, optimizer.param_groups[0])
+    group.h.lr = lr
+    columns = [ScalarColumn([torch.zeros(())]) for _ in group.scalar_keys]
+    names = group.program(on_device=True).coefficients
+    stored = StoredOnDevice(cls.rule, group.slots, columns, False)
+    numbers = DeviceNumbers.make(stored, group.h, names, torch.float32, 2 + len(group.slots))
     assert numbers is not None
     compile_source(numbers.kernel.source(True), False, rows="*fp32", t0="*fp32")
 

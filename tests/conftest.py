@@ -29,6 +29,14 @@ def pytest_unconfigure(config):
 
 
 def pytest_sessionstart(session):
+    _prepare_triton()
+    # It takes a while, and many workers need it: whoever is first has it compiled while tests are collected.
+    from offbeat.engine.reader import compiled_reader
+
+    compiled_reader()
+
+
+def _prepare_triton():
     """Where there is no GPU Triton's own functions are made for its interpreter: that is decided at their import."""
     if not torch.cuda.is_available():
         before = os.environ.get("TRITON_INTERPRET")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.tiers.choice import uses_triton
-from offbeat.tiers.codec import GROUP, decode, decode_exactly, encode, round_stochastically, scales_for
+from offbeat.engine.choice import uses_triton
+from offbeat.engine.codec import GROUP, decode, decode_exactly, encode, round_stochastically, scales_for
 from tests.cases import make_params, set_gradients
 
 pytest.importorskip("triton")
@@ -387,7 +387,7 @@ def test_a_model_learns_as_well():
     [
         ("AdamW", {"state_dtype": "4bit"}, "must be None, torch.float32, torch.bfloat16 or '8bit'"),
         ("AdamW", {"rounding": "up"}, "must be None, 'stochastic' or 'kahan'"),
-        ("AdamW", {"state_dtype": "8bit", "differentiable": True}, "full precision only"),
+        ("AdamW", {"state_dtype": "8bit", "differentiable": True}, "needs full precision"),
     ],
 )
 def test_options_are_checked(name, options, message):
@@ -401,8 +401,8 @@ def test_options_are_checked(name, options, message):
 def test_parameters_are_checked():
     """Before anything has changed."""
     for p, options, message in (
-        (torch.ones(3), {"rounding": "kahan"}, "is for bfloat16 parameters"),
-        (torch.ones(3, dtype=torch.float64), {"state_dtype": "8bit"}, "half-precision parameters"),
+        (torch.ones(3), {"rounding": "kahan"}, "needs bfloat16 parameters"),
+        (torch.ones(3, dtype=torch.float64), {"state_dtype": "8bit"}, "half precision"),
     ):
         p.requires_grad_()
         p.grad = torch.ones_like(p)

@@ -59,7 +59,7 @@ def test_torchs_operators_without_triton(case, monkeypatch):
     assert a.tiers()[0].tier == "native"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if "capturable" in c.ours.rule.flags], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if "capturable" in c.ours.rule.surface.flags], ids=str)
 def test_a_captured_step_replays(case):
     """Counters and learning rate live on the device: a graph recorded once goes on counting."""
     ours, theirs = on_gpu(make_params(torch.float32)), make_params(torch.float64)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 
 import pytest
 
@@ -17,9 +22,10 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from offbeat.cli import app
+from offbeat.cli import app, launch
 from offbeat.cli.data import read_corpus
 from offbeat.cli.report import ArmReport, Timing, sentences
+from offbeat.cli.train import Job
 
 SOURCE = Path(__file__).parent.parent / "src"
 SECONDS = 150
@@ -74,7 +80,7 @@ def assert_nobody_left(session: int) -> None:
 def test_all_arms_learn_and_agree(tmp_path: Path) -> None:
     process = start("--quick", "--json", str(tmp_path / "results.json"))
     code, out, err = finish(process)
-    assert code == 0, err
+    assert code == 0, f"exit code {code}: {out}{err}"
     results = json.loads((tmp_path / "results.json").read_text())
     torchs, ours, overlapped = results["arms"]
     names = ["torch.optim.AdamW(fused=True)", "offbeat.AdamW", "offbeat.AdamW, overlap"]
@@ -85,7 +91,7 @@ def test_all_arms_learn_and_agree(tmp_path: Path) -> None:
         assert arm["ranks_identical"] is True
         assert len(arm["parameter_digests"]) == results["ranks"] == 2
         assert arm["parameter_digests"][0] != arm["start_digest"]
-        assert arm["tier"] in out.replace("\n", " ")
+        assert arm["tier"] in " ".join(out.split())
     assert torchs["start_digest"] == ours["start_digest"]
     assert torchs["held_out_loss_before"] == ours["held_out_loss_before"]
     assert results["largest_difference"] < 1e-3
@@ -98,8 +104,42 @@ def test_a_rank_that_dies_ends_the_demo() -> None:
     process = start("--quick", OFFBEAT_DEMO_FAIL_RANK="1")
     code, _, err = finish(process)
     assert code == 1
-    assert "The demo failed: rank 1 of torch.optim.AdamW(fused=True) died (exit code 13)" in " ".join(err.split())
+    assert "The demo failed: rank 1 died (exit code 13)" in " ".join(err.split())
     assert_nobody_left(process.pid)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
+    process = start("--quick", GLOO_SOCKET_IFNAME="nosuchdevice0")
+    code, _, err = finish(process)
+    assert code == 1
+    assert "Traceback" in err
+    assert "nosuchdevice0" in err
+    assert "died (exit code 1)" in " ".join(err.split())
+    assert_nobody_left(process.pid)
+
+
+def _finishes_but_never_exits(rank: int, job: Any, on_step: Any) -> dict[str, int]:
+    """Leaves behind what would keep an interpreter from shutting down."""
+    threading.Thread(target=sleep, args=(SECONDS,)).start()
+    atexit.register(sleep, SECONDS)
+    on_step("arm", 1, 0.5)
+    return {"rank": rank}
+
+
+def _work_with(function: Any, rank: int, job: Any, reports: Any) -> None:
+    launch.train = function
+    launch._work(rank, job, reports)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(60)
+def test_a_rank_that_has_its_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_work", partial(_work_with, _finishes_but_never_exits))
+    heard: list[Any] = []
+    job = Job(ranks=2, steps=1, seed=0, directory=tmp_path)
+    assert launch.launch(job, lambda *report: heard.append(report)) == [{"rank": 0}, {"rank": 1}]
+    assert heard == [("arm", 1, 0.5)]
 
 
 @pytest.mark.ranks
@@ -120,18 +160,19 @@ def test_an_interrupt_stops_every_process() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--ranks", "1"], "1 is not from 2 to"),
-        (["--ranks", "1000"], "1000 is not from 2 to"),
-        (["--steps", "3"], "3 is less than 10"),
-        (["--seed", "-1"], "-1 is not from 0"),
-        (["--json", "/no/such/directory/file.json"], "is in a directory that does not exist"),
+        (["--ranks", "1"], r"'--ranks'.* 2\b"),
+        (["--ranks", "1000"], r"'--ranks'.* 64\b"),
+        (["--steps", "3"], r"'--steps'.* 10\b"),
+        (["--seed", "-1"], r"'--seed'.* 0\b"),
+        (["--json", "/no/such/directory/file.json"], "the directory of /no/such/directory/file.json does not exist"),
+        (["--json", "/"], "is a directory"),
         (["--quick", "--steps", "20"], "exclude each other"),
     ],
 )
 def test_options_are_checked(options: list[str], named: str) -> None:
     result = CliRunner().invoke(app, ["demo", *options], env={"COLUMNS": "1000"})
     assert result.exit_code == 2
-    assert named in result.output
+    assert re.search(named, result.output)  # typer's own words for a range differ between its versions
 
 
 def test_a_library_without_sources_is_named(tmp_path: Path) -> None:
@@ -163,15 +204,15 @@ def test_the_sentences_follow_the_numbers() -> None:
     better = said(torchs, report(optimizer=1.0, whole=49.0))
     assert "2.00 times as fast and saved 1 ms" in better[0]
     assert "4.0% of it" in better[1]
-    assert "0.1 ms of the optimizer's 1 were left for step()" in better[2]
-    assert "48 ms against 49, and the parameters are bit for bit the same" in better[2]
+    assert "optimizer.step() took 0.1 ms instead of 1" in better[2]
+    assert "48 ms instead of 49, and the parameters are bit for bit the same" in better[2]
     worse = said(torchs, report(optimizer=3.0, whole=51.0))
     assert "took 1.50 times as long and lost 1 ms" in worse[0]
     assert "lost 1 ms" in worse[1]
     same = said(torchs, report(optimizer=1.9, whole=50.0, spread=0.5))
     assert "within the spread" in same[0]
     elsewhere = said(torchs, report(optimizer=2.5, whole=60.0))
-    assert "+10 ms, of which the optimizer explains +0.5; the rest comes from elsewhere" in elsewhere[1]
+    assert "+10 ms, +0.5 ms is due to the optimizer and the rest to something else" in elsewhere[1]
     assert "did not go down with arm" in said(torchs, report(optimizer=1.0, whole=50.0, after=6.0))[3]
 
 

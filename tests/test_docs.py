@@ -41,3 +41,12 @@ def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_range_of_torch_is_the_same_everywhere():
+    """What the package asks for, what ``make compat`` tries, and what is promised."""
+    low, end = re.search(r'"torch>=2\.(\d+),<2\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    high = int(end) - 1
+    assert f"TORCHES ?= 2.{low}.0 2.{high}." in (ROOT / "Makefile").read_text()
+    for page in ("README.md", "docs/optimizers.md"):
+        assert f"torch 2.{low} to 2.{high}" in (ROOT / page).read_text(), page

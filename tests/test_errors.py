@@ -129,7 +129,7 @@ def test_sparse_with_weight_decay():
             cls([p], weight_decay=0.1).step()
 
 
-@pytest.mark.parametrize("case", [c for c in ONE_A_RULE if "capturable" in c.ours.rule.flags], ids=str)
+@pytest.mark.parametrize("case", [c for c in ONE_A_RULE if "capturable" in c.ours.rule.surface.flags], ids=str)
 def test_capturable_needs_a_device_that_captures(case):
     p = torch.zeros(2, requires_grad=True)
     p.grad = torch.ones(2)
@@ -225,9 +225,9 @@ def test_a_hyperparameter_gone_bad_in_a_later_group_changes_nothing(bad, tier, a
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda o, p: setattr(p, "data", torch.zeros(2_000_000)), "state 'exp_avg' is of shape"),
-        (lambda o, p: setattr(p, "data", torch.zeros(2)), "state 'exp_avg' is of shape"),
-        (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(1)), "state 'exp_avg' is of shape"),
+        (lambda o, p: setattr(p, "data", torch.zeros(2_000_000)), "state 'exp_avg' has shape"),
+        (lambda o, p: setattr(p, "data", torch.zeros(2)), "state 'exp_avg' has shape"),
+        (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(1)), "state 'exp_avg' has shape"),
         (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(4, device="meta")), "on meta"),
         (lambda o, p: o.state[p].__setitem__("step", torch.zeros(4)), "state 'step' must be one number"),
     ],
@@ -287,11 +287,11 @@ def test_fused_with_sparse_gradients():
 
 @pytest.fixture
 def fresh_compiler():
-    from offbeat.tiers import addresses, choice, compiler, fused
+    from offbeat.engine.cpu import compiler, kernel
 
     caches = (
-        compiler.find_compiler, compiler._fingerprint, compiler.load, compiler._private_directory, fused.cpu_kernel,
-        choice._kernel_or_reason, addresses._library,
+        compiler.find_compiler, compiler._fingerprint, compiler.load, compiler._private_directory, kernel.cpu_kernel,
+        kernel._kernel_or_reason,
     )  # fmt: skip
     for cached in caches:
         cached.cache_clear()

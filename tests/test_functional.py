@@ -89,10 +89,10 @@ def test_wrong_counts_name_both_numbers():
 @pytest.mark.parametrize(
     ("gradient", "error", "message"),
     [
-        (torch.ones(4), RuntimeError, r"shape \(4,\) was given for a parameter of shape \(3,\)"),
+        (torch.ones(4), RuntimeError, r"shape \(4,\) for a parameter of shape \(3,\)"),
         (torch.ones(1, 3), ValueError, r"shape \(1, 3\)"),
         (torch.ones(3, dtype=torch.float64), RuntimeError, "dtype torch.float64 .* dtype torch.float32"),
-        (torch.ones(3, device="meta"), RuntimeError, "on meta was given for a parameter on cpu"),
+        (torch.ones(3, device="meta"), RuntimeError, "on meta for a parameter on cpu"),
         ([1.0, 1.0, 1.0], TypeError, "must be a Tensor or None, but got list"),
     ],
 )

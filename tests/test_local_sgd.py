@@ -249,13 +249,16 @@ def any_optimizer(rank, world):
 def overlapped(rank, world):
     """An overlapped optimizer gives the numbers of one that is not, to the bit, on every kind of step."""
     for delay in (0, 2):
-        models, histories = [make(), make()], []
-        for model, overlap in zip(models, (True, False), strict=True):
+        histories = []
+        for overlap in ("before", "after", None):
+            model = make()
             ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
             inner = adamw(model.parameters())
-            handle = offbeat.overlap(inner, ddp) if overlap else None
+            handle = offbeat.overlap(inner, ddp) if overlap == "before" else None
             with nodes_of(1):
                 local = offbeat.LocalSGD(inner, ddp, every=3, warmup=4, delay=delay)
+            if overlap == "after":
+                handle = offbeat.overlap(inner, ddp)
             seen = []
             if overlap:
                 before = [flat(model)]
@@ -273,8 +276,8 @@ def overlapped(rank, world):
             assert seen == ([True] * 14 if overlap else [])  # updated before step(): in backward
             if handle is not None:
                 handle.remove()
-        for a, b in zip(*histories, strict=True):
-            assert torch.equal(a, b)
+        for three in zip(*histories, strict=True):
+            assert all(torch.equal(one, three[-1]) for one in three)
         if not delay:
             close(histories[0], simulate(2, 14, adamw, periodic(2, 3, 4), warmup=4), rank)
     # Without DDP, gradients have been used before step() could average them.
@@ -395,12 +398,13 @@ def nodes(rank, world):
             os.environ["LOCAL_RANK"] = str(rank if rank < 3 else 0)
             found = node_group(dist.group.WORLD)
             assert found is None if rank == 3 else dist.get_process_group_ranks(found) == [0, 1, 2]
-    from offbeat.sync.groups import _timeout, blocks, twin
+    from offbeat._torch import timeout_of
+    from offbeat.sync.groups import blocks, twin
 
     # Whatever groups each rank has: torch's own way would wait for ever if these are not equally many.
     dist.new_group([0])
     for group in (twin(dist.group.WORLD, dist.group.WORLD), blocks(dist.group.WORLD, 1)):
-        assert _timeout(group) == _timeout(dist.group.WORLD) == timedelta(seconds=60)
+        assert timeout_of(group) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
     if world == 4:
         group = dist.new_group([0, 1, 2])
         if rank < 3:
@@ -455,13 +459,25 @@ def communication_hooks(rank, world):
     ddp = DistributedDataParallel(make())
     inner = adamw(ddp.parameters())
     handle = offbeat.overlap(inner, ddp, comm_hook=allreduce_hook)
-    with pytest.raises(ValueError, match="comm_hook="):
-        offbeat.LocalSGD(inner, ddp)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"allreduce_hook reduces .* LocalSGD\(\.\.\., comm_hook=\)"):
+            offbeat.LocalSGD(inner, ddp)
+        handle.remove()  # the hook goes on reducing
+    offbeat.overlap(inner, ddp).remove()  # and now it does not
+    local = offbeat.LocalSGD(inner, ddp, every=3, subgroup=None)
+    loss(ddp, batch(0, rank)).backward()
+    assert not torch.equal(*everyone(ddp.module[0].weight.grad))
+    assert not ddp.broadcast_buffers
+    del local
+    gc.collect()
+    assert ddp.broadcast_buffers
+    ddp.zero_grad()
+    handle = offbeat.overlap(inner, ddp, comm_hook=allreduce_hook)  # its place is free again
     handle.remove()
     ddp = DistributedDataParallel(make(), find_unused_parameters=True)
     with pytest.warns(UserWarning, match="find_unused_parameters"):
         offbeat.LocalSGD(sgd(ddp.parameters()), ddp)
-    with pytest.raises(ValueError, match="comm_hook is for DistributedDataParallel"):
+    with pytest.raises(ValueError, match="comm_hook needs a DistributedDataParallel module"):
         offbeat.LocalSGD(sgd(ddp.parameters()), make(), comm_hook=allreduce_hook)
 
 

@@ -61,8 +61,8 @@ def test_error_inputs(info, given):
     given_input = given.optimizer_error_input
     params = given_input.params if given_input.params is not None else [torch.zeros(1, 1, requires_grad=True)]
     make = getattr(offbeat, info.name)
-    if given.error_type is UserWarning:
-        with pytest.warns(UserWarning, match=given.error_regex):
+    if issubclass(given.error_type, Warning):
+        with pytest.warns(given.error_type, match=given.error_regex):
             make(params, **given_input.kwargs)
         return
     if given.error_on == OptimizerErrorEnum.CONSTRUCTION_ERROR:

@@ -449,3 +449,32 @@ def test_a_step_inside_vmap():
 
     result = torch.vmap(one)(torch.ones(3, 2), torch.arange(6.0).reshape(3, 2))
     torch.testing.assert_close(result, torch.ones(3, 2) - 0.1 * torch.arange(6.0).reshape(3, 2))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [lambda s: s.copy(), copy.copy, lambda s: s | {"x": 1}, lambda s: {"x": 1} | s, lambda s: s | s],
+    ids=["copy()", "copy.copy", "or", "ror", "self"],
+)
+def test_state_is_copied_and_merged_as_torchs_is(how):
+    """A shallow copy in a plain defaultdict: the entries are the optimizer's own, the dictionary is not."""
+    model = torch.nn.Linear(3, 2)
+    optimizers = [cls(model.parameters(), lr=0.1, momentum=0.9) for cls in (torch.optim.SGD, offbeat.SGD)]
+    model(torch.ones(1, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    theirs, ours = (how(optimizer.state) for optimizer in optimizers)
+    assert type(ours) is type(theirs)
+    assert ours.default_factory is dict
+    assert list(ours) == list(theirs)
+    assert ours[model.weight] is optimizers[1].state[model.weight]
+    before = optimizers[1].state.clock[0]
+    ours["y"], ours["z"] = 2, ours["new"]
+    assert optimizers[1].state.clock[0] == before
+    assert set(optimizers[1].state) == set(model.parameters())
+    entry = ours[model.weight]
+    for merged in (entry.copy(), copy.copy(entry), entry | {"x": 1}, {"x": 1} | entry):
+        assert type(merged) is dict
+        assert merged["momentum_buffer"] is entry["momentum_buffer"]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        optimizers[1].state | 3

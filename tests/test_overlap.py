@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offbeat
+from offbeat.overlap import ReadsGradients
 from offbeat.overlap.consumed import ConsumedGradient
 from tests.cases import ONE_A_RULE
 
@@ -859,6 +860,58 @@ def test_an_optimizer_class_may_be_decorated_itself():
     assert_same(a, b)
 
 
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 0.05, "clip": "bucket"}], ids=str)
+def test_a_registered_class_needs_only_step_bucket(options):
+    class Plain(torch.optim.SGD):
+        pass
+
+    @offbeat.register_overlapped(Plain)
+    class Stepper:
+        def __init__(self, optimizer):
+            self.groups = optimizer.param_groups
+
+        def step_bucket(self, params, grads):
+            for p, g in zip(params, grads, strict=True):
+                p.sub_(g, alpha=self.groups[0]["lr"])
+
+    a, b = make(), make()
+    opts = [Plain(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1, foreach=False)]
+    for model, optimizer in zip((a, b), opts, strict=True):
+        offbeat.overlap(optimizer, model, bucket_cap_mb=TINY, **options)
+        train(model, optimizer)
+    assert_same(a, b)
+
+
+def test_a_step_hook_that_needs_gradients_can_say_so():
+    class Logger:
+        reads_gradients: str | None = "Logger reads gradients in step(); register it on tensors instead"
+
+        def __call__(self, optimizer, args, kwargs):
+            pass
+
+    assert isinstance(Logger(), ReadsGradients)
+    model, hook = make(), Logger()
+    optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(hook)
+    with pytest.raises(ValueError, match="Logger reads gradients"):
+        offbeat.overlap(optimizer, model)
+    hook.reads_gradients = None
+    offbeat.overlap(optimizer, model)
+
+
+def test_parameters_that_come_and_go_have_one_overlap_too():
+    model = make()
+    first, second = (offbeat.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2]))
+    offbeat.overlap(first, model)
+    first.add_param_group({"params": list(model[2].parameters())})
+    train(model, first, range(2))
+    with pytest.raises(ValueError, match=r"'2\.weight' is overlapped"):
+        offbeat.overlap(second, model)
+    del first.param_groups[1]
+    train(model, first, range(1))
+    offbeat.overlap(second, model)
+
+
 # What a hostile reader tried
 
 
@@ -1162,10 +1215,10 @@ def test_a_step_that_fails_does_not_swallow_the_next():
     opts = [offbeat.SGD(m.parameters(), lr=0.1) for m in (a, b)]
     handle = offbeat.overlap(opts[0], a)
     a(batch(0)).square().mean().backward()
-    opts[0]._accelerator_graph_capture_health_check = lambda: 1 / 0
+    opts[0]._check_capture = lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         opts[0].step()
-    del opts[0]._accelerator_graph_capture_health_check
+    del opts[0]._check_capture
     opts[0].zero_grad()
     handle.remove()
     train(b, opts[1], range(1))

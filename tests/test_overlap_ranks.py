@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -104,6 +105,11 @@ def ddp_refusals(rank: int, world: int) -> str:
         offbeat.overlap(optimizer, ddp)
 
     ddp = DistributedDataParallel(model)
+    ddp.require_manual_backward_finalization = True  # has a meaning from torch 2.15 on
+    with pytest.raises(ValueError, match="require_manual_backward_finalization"):
+        offbeat.overlap(optimizer, ddp)
+
+    ddp = DistributedDataParallel(model)
     handle = offbeat.overlap(optimizer, ddp)
     with pytest.raises(RuntimeError, match="register_comm_hook"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -127,12 +133,13 @@ def ddp_refusals(rank: int, world: int) -> str:
     offbeat.overlap(offbeat.SGD(composed.parameters(), lr=0.1), composed)
     with pytest.raises(RuntimeError, match="inside DistributedDataParallel"):
         composed(batch(0, rank))
-    low = DistributedDataParallel(make(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    with mock.patch.object(torch, "Stream"):  # which a torch that is built for GPUs cannot make where there is none
+        low = DistributedDataParallel(make(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         traced = DistributedDataParallel(make())
     built_in = DistributedDataParallel(make())
     built_in._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
-    for wrapped, words in ((low, "mixed_precision"), (traced, "python reducer"), (built_in, "once")):
+    for wrapped, words in ((low, "mixed_precision"), (traced, "python reducer"), *[(built_in, "once")] * 2):
         refused = offbeat.SGD(wrapped.parameters(), lr=0.1)
         with pytest.raises((ValueError, RuntimeError), match=words):
             offbeat.overlap(refused, wrapped)

@@ -12,21 +12,22 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.optim import plan as plan_module
-from offbeat.optim.native import NativePlan
+from offbeat.engine import batch as batch_module
+from offbeat.engine import choice as choice_module
+from offbeat.engine.batch import NativeBatch
+from offbeat.engine.build import Part
+from offbeat.engine.reader import wait_for_reader, why_no_reader
 from offbeat.overlap.registry import overlapped
-from offbeat.tiers import addresses
-from offbeat.tiers import choice as choice_module
 from tests.cases import CASES, make_params, set_gradients
 
 
-@pytest.fixture(params=["C", "Python"], autouse=True)
+@pytest.fixture(params=["compiled", "Python"], autouse=True)
 def reader(request, monkeypatch):
     """Both ways of reading addresses."""
     if request.param == "Python":
-        monkeypatch.setattr(addresses, "_reader", lambda: None)
+        monkeypatch.setenv("OFFBEAT_READER", "python")
     else:
-        assert addresses._reader() is not None
+        assert wait_for_reader(170), why_no_reader()
     return request.param
 
 
@@ -149,7 +150,7 @@ def test_a_change_between_steps_reaches_the_next_step(change, turns):
     a, b = offbeat.AdamW(list(ours), lr=0.1), offbeat.AdamW(list(twins), lr=0.1, foreach=False)
     for step in range(9):
         if step == 4:
-            assert a._plans, "the tables this test is about do not exist"
+            assert a._engine._groups, "the tables this test is about do not exist"
             a.zero_grad()
             b.zero_grad()
             change(a, ours)
@@ -172,7 +173,7 @@ NATIVE_CHANGES = [change for change in CHANGES if change is not state_of_another
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("change", NATIVE_CHANGES, ids=lambda f: f.__name__)
 def test_a_change_reaches_the_next_step_of_torchs_operator_too(change, parts, monkeypatch):
-    monkeypatch.setattr(choice_module, "_why_not_compiled", lambda program, tensors: "this test wants torch's operator")
+    monkeypatch.setattr(choice_module, "_why_not_fused", lambda program, tensors: "this test wants torch's operator")
     shapes = [(3, 4), (), (0,), (7,), (130, 5), (1, 33), (5, 5)]
     ours, twins = make_params(torch.float32, shapes=shapes), make_params(torch.float32, shapes=shapes)
     ours, twins = ([torch.nn.Parameter(p.detach()) for p in ps] for ps in (ours, twins))
@@ -181,8 +182,8 @@ def test_a_change_reaches_the_next_step_of_torchs_operator_too(change, parts, mo
     bucketwise = overlapped(a)
     for step in range(9):
         if step == 4:
-            plans = (bucketwise._plans if parts else a._plans).values()
-            assert [type(plan) for plan in plans] == [NativePlan] * (2 if parts else 1)
+            found = (a._engine._parts if parts else a._engine._groups).values()
+            assert [type(b) for part in found for b, _ in part.batches] == [NativeBatch] * (2 if parts else 1)
             a.zero_grad()
             b.zero_grad()
             change(a, ours)
@@ -200,12 +201,23 @@ def test_a_change_reaches_the_next_step_of_torchs_operator_too(change, parts, mo
             torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6, msg=lambda m: f"step {step}, parameter {i}: {m}")
 
 
+def count_reuse(monkeypatch, used):
+    """Add to the list whenever batches of an earlier step are used again."""
+    fits = Part.fits
+
+    def counted(self, *args):
+        found = fits(self, *args)
+        used.extend([1] * found)
+        return found
+
+    monkeypatch.setattr(Part, "fits", counted)
+
+
 def test_a_plan_is_used_when_nothing_changes(monkeypatch):
     params = make_params(torch.float32)
     optimizer = offbeat.AdamW(params)
     used = []
-    real = plan_module.PlannedUpdate.run
-    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
+    count_reuse(monkeypatch, used)
     for step in range(6):
         set_gradients(step, params, none_at=((3, 1), (4, 4)))
         optimizer.step()
@@ -217,8 +229,7 @@ def test_a_plan_is_used_when_nothing_changes(monkeypatch):
 def test_gradients_that_come_in_turns_find_a_plan(case, eager, monkeypatch):
     """As in a mixture of experts. Counters of those who began at different steps lie in different places."""
     used = []
-    real = plan_module.PlannedUpdate.run
-    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
+    count_reuse(monkeypatch, used)
     shapes = [(3, 4), (), (0,), (7,), (2, 5)] * 5
     ours, theirs = make_params(torch.float64, shapes=shapes), make_params(torch.float64, shapes=shapes)
     a, b = case.ours(ours, **case.hyper), case.reference(theirs)
@@ -374,7 +385,7 @@ def test_many_groups_and_dtypes_have_plans_of_their_own():
         set_gradients(step, ours, twins, none_at=((2, 1), (3, 4)))
         a.step()
         b.step()
-    assert len(a._plans) == 2
+    assert len(a._engine._groups) == 2
     for p, q in zip(ours, twins, strict=True):
         torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)
 
@@ -513,17 +524,21 @@ def test_counters_in_storages_that_share_an_address():
         assert [optimizer.state[p]["step"].item() for p in params] == [3.0] * 9
 
 
-def test_a_step_that_is_done_does_not_fail_for_want_of_tables(monkeypatch):
+def test_a_step_without_memory_for_its_tables_changes_nothing(monkeypatch):
     def fail(*args):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(plan_module, "AddressBook", fail)
     ours, twins = make_params(torch.float32), make_params(torch.float32)
     a, b = offbeat.AdamW(ours), offbeat.AdamW(twins, foreach=False)
+    set_gradients(0, ours, twins)
+    with monkeypatch.context() as patched:
+        patched.setattr(batch_module, "AddressBook", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            a.step()
+    assert not a.state
     for step in range(3):
         set_gradients(step, ours, twins)
         a.step()
         b.step()
-    assert not a._plans
     for p, q in zip(ours, twins, strict=True):
         torch.testing.assert_close(p, q, rtol=3e-6, atol=3e-6)

@@ -58,7 +58,7 @@ def test_init_state_changes_nothing(case, tier):
     assert all(torch.equal(p, q) for p, q in zip(early, before, strict=True))
     assert all(p.grad is None for p in early)
     stateful = bool(
-        case.ours.rule.slots(offbeat.optim.settings.hyperparameters({**b.param_groups[0], "capturable": False}))
+        case.ours.rule.slots(offbeat.engine.options.hyperparameters({**b.param_groups[0], "capturable": False}))
     )
     assert all(bool(b.state[p]) == stateful for p in early)
     run(a, plain, range(10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import threading
 import time
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import offbeat
+from offbeat.rules.rule import Slot, Surface
 from offbeat.sync.undo import Undo
 from tests.scenarios import Scenarios
 from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
@@ -221,19 +223,19 @@ def ranks_that_differ(rank, world):
         assert said[0] == said[1]
         assert all(torch.equal(p, q) for p, q in zip(module.parameters(), before, strict=True))
 
-    check(nn.Linear(3, 4 + rank), r"'weight' is not the same.*rank 0: .*\(4, 3\).*rank 1: .*\(5, 3\)")
+    check(nn.Linear(3, 4 + rank), r"'weight' differs.*rank 0: .*\(4, 3\).*rank 1: .*\(5, 3\)")
     check(nn.Linear(3, 4, dtype=(torch.float32, torch.float64)[rank]), "float32.*float64")
     check(nn.Linear(3, 4, bias=rank == 0), "rank 0: 'bias'.*rank 1: nothing more")
     module = nn.Linear(3, 4)
     module.weight.requires_grad_(rank == 0)
     check(module, "rank 0: 'weight'.*rank 1: 'bias'")
-    check(nn.Sequential(nn.Linear(3, 4)) if rank else nn.Linear(3, 4), "the lists differ")
+    check(nn.Sequential(nn.Linear(3, 4)) if rank else nn.Linear(3, 4), "the names differ")
     module = nn.Linear(3, 4)
     local = offbeat.LocalSGD(torch.optim.SGD(module.parameters(), lr=0.0), module, every=2, subgroup=None)
     local._schedule.step = 2 * rank
     check(module, "rank 0 at step 0, rank 1 at step 2", local)
     averager = offbeat.PeriodicModelAverager(2)
-    with pytest.raises(offbeat.Disagreement, match=r"'parameter 0' is not the same"):
+    with pytest.raises(offbeat.Disagreement, match=r"'parameter 0' differs"):
         averager.average_parameters([nn.Parameter(torch.zeros(2 + rank))])
     # Found later too: parameters are compared at every sync.
     module = nn.Linear(3, 4)
@@ -297,7 +299,7 @@ def overflows_on_one_rank(rank, world):
                 elif module is model:
                     continue  # the hook needs DDP
                 else:
-                    state = offbeat.PostLocalSGDState(None, None, 2)
+                    state = offbeat.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
                     module.register_comm_hook(state, offbeat.post_local_sgd_hook)
                     averager = offbeat.PeriodicModelAverager(3, 2)
                     optimizer = offbeat.PostLocalSGDOptimizer(inner(model.parameters()), averager)
@@ -338,16 +340,18 @@ def overflows_on_one_rank(rank, world):
 
 @scenario(2)
 def overflows_under_overlap(rank, world):
-    """An overlapped optimizer with the scaler given to overlap()."""
+    """An overlapped optimizer with the scaler given to overlap(), before LocalSGD is made or after."""
     results = []
-    for overlap in (True, False):
+    for overlap in ("before", "after", None):
         model = make(dtype=torch.float32)
         ddp = DistributedDataParallel(model, bucket_cap_mb=0.0005)
         inner = offbeat.AdamW(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-        if overlap:
+        if overlap == "before":
             offbeat.overlap(inner, ddp, scaler=scaler)
         local = offbeat.LocalSGD(inner, ddp, every=3, warmup=2, subgroup=None)
+        if overlap == "after":
+            offbeat.overlap(inner, ddp, scaler=scaler)
         history = []
         for step in range(10):
             bad = rank in {1: (0,), 3: (1,), 5: (0,), 6: (1,)}.get(step, ())
@@ -362,8 +366,9 @@ def overflows_under_overlap(rank, world):
             assert torch.equal(*everyone(history[-1])) is (step < 2 or (step - 2) % 3 == 0)
         assert local.steps == 10
         results.append((history, scaler.get_scale()))
-    assert all(torch.equal(a, b) for a, b in zip(results[0][0], results[1][0], strict=True))
-    assert results[0][1] == results[1][1] == 1024 / 2 ** (2 + rank)
+    for history, scale in results:
+        assert all(torch.equal(a, b) for a, b in zip(history, results[-1][0], strict=True))
+        assert scale == 1024 / 2 ** (2 + rank)
 
 
 @scenario(2)
@@ -384,7 +389,7 @@ def warmup_of_hook_and_averager(rank, world):
     ddp, state, optimizer = parts(4, 4)
     loss(ddp, batch(0, rank)).backward()
     loss(ddp, batch(1, rank)).backward()  # two passes, one step, and no no_sync()
-    with pytest.raises(RuntimeError, match="has counted 2 backward passes and the averager 1 steps"):
+    with pytest.raises(RuntimeError, match="has counted 2 backward passes, but the averager 1 steps"):
         optimizer.step()
     ddp, state, optimizer = parts(4, 4)
     for step in range(6):
@@ -446,8 +451,154 @@ def state_policies(rank, world):
             offbeat.LocalSGD(adamw(model.parameters()), model, state=policy)
     with pytest.raises(ValueError, match="negative"):
         offbeat.LocalSGD(adamw(model.parameters()), model, state="average", delay=2)
-    with pytest.raises(ValueError, match="begin at zero"):
-        offbeat.LocalSGD(offbeat.Adagrad(model.parameters()), model, state={"sum": "reset"})
+
+
+class Odd(torch.optim.Optimizer):
+    """An optimizer nobody knows, with a momentum, a count and a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                state.setdefault("velocity", torch.zeros_like(p)).add_(p.grad)
+                state["count"] = state.get("count", 0) + 1
+                state.setdefault("history", []).append(state["count"])
+                p -= 0.1 * state["velocity"]
+
+
+@scenario(2)
+def state_keys_are_checked(rank, world):
+    """A misspelt key raises on every rank: at once where a rule knows the keys, else when a rank has state."""
+    model = make()
+    cases = [
+        (offbeat.AdamW, {}, "exp_avgg", "'exp_avg', 'exp_avg_sq', 'step'"),
+        (torch.optim.AdamW, {}, "exp_avgg", "'exp_avg', 'exp_avg_sq', 'step'"),
+        (offbeat.AdamW, {"state_dtype": "8bit"}, "exp_avg_8bit", "'exp_avg', 'exp_avg_sq', 'step'"),
+        (offbeat.AdamW, {}, "max_exp_avg_sq", "'exp_avg', 'exp_avg_sq', 'step'"),
+        (offbeat.SGD, {}, "momentum_buffer", "its hyperparameters need none"),
+    ]
+    for cls, options, key, there in cases:
+        for policy in ("reset", "keep", "average"):
+            with pytest.raises(ValueError, match=rf"state\['{key}'\] .* {cls.__name__} does not have: .*{there}"):
+                offbeat.LocalSGD(cls(model.parameters(), **options), model, state={key: policy})
+    for policy in ("average", {"exp_avg": "average"}):
+        with pytest.raises(TypeError, match="'exp_avg' of AdamW is stored as 8-bit codes"):
+            offbeat.LocalSGD(offbeat.AdamW(make().parameters(), state_dtype="8bit"), model, state=policy)
+
+    class MyAdagrad(torch.optim.Adagrad):
+        """Known to start from its parent's values, but it may have keys of its own."""
+
+    for cls, key, words in (
+        (Odd, "velocityy", r"Odd does not have: it has 'count', 'history', 'velocity'"),
+        (MyAdagrad, "summ", r"MyAdagrad does not have: it has 'step', 'sum'"),
+        (Odd, "history", r"'history' of Odd is neither a tensor nor a number"),
+    ):
+        for delay in (0, 1):
+            model = make()
+            local = offbeat.LocalSGD(cls(model.parameters()), model, subgroup=None, delay=delay, state={key: "reset"})
+            if rank == 0:  # the other rank has no state yet, and raises the same
+                loss(model, batch(0, rank)).backward()
+            before = flat(model)
+            if delay:
+                local.step()
+                local.zero_grad()
+            with pytest.raises((ValueError, TypeError), match=words):
+                local.step()
+            assert rank == 0 or torch.equal(flat(model), before)
+    # Nobody has state: nothing is known, and nothing is wrong.
+    local = offbeat.LocalSGD(Odd(model.parameters()), model, subgroup=None, state={"velocity": "reset"})
+    local.step()
+
+
+@scenario(2)
+def state_is_reset_to_its_initial_values(rank, world):
+    """The rule says what they are, also for torch's classes; of others, tensors and numbers become zero."""
+
+    def after(cls: Any, policy: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+        model = make(dtype=dtype)
+        inner = cls(model.parameters(), **options)
+        local = offbeat.LocalSGD(inner, model, every=3, state=policy, subgroup=None)
+        for step in range(4):
+            local.zero_grad()
+            loss(model, batch(step, rank, dtype)).backward()
+            local.step()
+        return model, inner, local
+
+    for library in (torch.optim, offbeat):
+        for name, options, initial in (
+            ("Adagrad", {"initial_accumulator_value": 0.5}, {"sum": 0.5, "step": 0}),
+            ("Rprop", {"lr": 0.03}, {"step_size": 0.03, "prev": 0}),
+            ("NAdam", {}, {"mu_product": 1, "exp_avg": 0}),
+            ("ASGD", {"lr": 0.02}, {"eta": 0.02, "mu": 1, "ax": 0}),
+        ):
+            _, inner, _ = after(getattr(library, name), dict.fromkeys(initial, "reset"), **options)
+            for entry in inner.state.values():
+                for key, value in initial.items():
+                    want = torch.full_like(torch.as_tensor(entry[key]), value)
+                    torch.testing.assert_close(torch.as_tensor(entry[key]), want, rtol=1e-6, atol=0)
+        # A reset as a whole is a new optimizer, also where state is made when the optimizer is.
+        for name in ("Adagrad", "AdamW", "Rprop"):
+            model, _, local = after(getattr(library, name), "reset", lr=0.01)
+            fresh = copy.deepcopy(model)
+            other = getattr(library, name)(fresh.parameters(), lr=0.01)
+            for module, optimizer in ((model, local), (fresh, other)):
+                optimizer.zero_grad()
+                loss(module, batch(9, rank)).backward()
+                optimizer.step()
+            torch.testing.assert_close(flat(model), flat(fresh), rtol=0, atol=0)
+    _, inner, _ = after(Odd, {"velocity": "reset", "count": "reset"})
+    for entry in inner.state.values():
+        assert not entry["velocity"].any()
+        assert entry["count"] == 0
+
+    # A rule of the user's own, whose state starts at one.
+    rule = dataclasses.replace(
+        offbeat.SGD.rule, name="Ones", slots=lambda h: (Slot("momentum_buffer", init=1.0),), surface=Surface()
+    )
+
+    class Ones(offbeat.RuleOptimizer, rule=rule):
+        pass
+
+    _, inner, _ = after(Ones, {"momentum_buffer": "reset"}, momentum=0.9)
+    assert all(torch.equal(e["momentum_buffer"], torch.ones_like(e["momentum_buffer"])) for e in inner.state.values())
+
+    # 8-bit state under its plain name: codes and scales both.
+    _, inner, _ = after(
+        offbeat.AdamW, {"exp_avg": "reset", "exp_avg_sq": "keep"}, torch.float32, lr=0.01, state_dtype="8bit"
+    )
+    for entry in inner.state.values():
+        assert not entry["exp_avg_8bit"].any()
+        assert not entry["exp_avg_scale"].any()
+        assert entry["exp_avg_sq_8bit"].any()
+        assert entry["exp_avg_sq_scale"].all()
+
+
+@scenario(2)
+def a_momentum_that_was_reset_begins_anew(rank, world):
+    """With dampening SGD's first step differs; after a reset the next step is a first step."""
+    for cls, options, dtype in (
+        (torch.optim.SGD, {}, torch.float64),
+        (torch.optim.SGD, {"foreach": False}, torch.float64),
+        (offbeat.SGD, {}, torch.float64),
+        (offbeat.SGD, {"foreach": False}, torch.float64),
+        (offbeat.SGD, {"state_dtype": "8bit"}, torch.float32),
+    ):
+        model = make(dtype=dtype)
+        inner = cls(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, **options)
+        local = offbeat.LocalSGD(inner, model, every=3, subgroup=None, state={"momentum_buffer": "reset"})
+        for step in range(4):  # averaged after steps 0 and 3
+            local.zero_grad()
+            loss(model, batch(step, rank, dtype)).backward()
+            local.step()
+        local.zero_grad()
+        loss(model, batch(4, rank, dtype)).backward()
+        before, gradient = flat(model), torch.cat([p.grad.flatten() for p in model.parameters()])
+        local.step()
+        torch.testing.assert_close(flat(model), before - 0.1 * gradient)
 
 
 class Norm(nn.Module):
@@ -523,7 +674,7 @@ def weights(rank, world):
     local = offbeat.LocalSGD(sgd(model.parameters()), model, weighted=True, subgroup=None)
     with pytest.raises(ValueError, match="no rank has a weight"):
         train(model, local, range(1), rank)
-    with pytest.raises(ValueError, match="not negative"):
+    with pytest.raises(ValueError, match="non-negative"):
         local.seen(-1)
     with pytest.raises(ValueError, match="weighted=True"):
         offbeat.LocalSGD(sgd(model.parameters()), model, subgroup=None).seen(3)
@@ -654,7 +805,7 @@ def loading_what_others_saved(rank, world):
     train(model, local, range(8), rank)
     saved = copy.deepcopy(local.state_dict())
     post = offbeat.PostLocalSGDOptimizer(adamw(make().parameters()), offbeat.PeriodicModelAverager(4, 2))
-    with pytest.warns(UserWarning, match="under way, which PostLocalSGDOptimizer cannot land"):
+    with pytest.warns(UserWarning, match="in flight, which PostLocalSGDOptimizer cannot apply"):
         post.load_state_dict(saved)
     assert post.averager.step == 8
     plain = torch.optim.AdamW(make().parameters())
@@ -671,7 +822,7 @@ def loading_what_others_saved(rank, world):
     one = offbeat.LocalSGD(adamw(small.parameters()), small, every=4, subgroup=None)
     train(small, one, range(2), rank)
     before = copy.deepcopy(one.state_dict())
-    with pytest.raises(ValueError, match=r"average under way for '0\.weight'"):
+    with pytest.raises(ValueError, match=r"average in flight for '0\.weight'"):
         one.load_state_dict(saved)
     assert one.steps == 2
     assert str(one.state_dict()) == str(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import offbeat
-from offbeat.optim.update import run_kernel
+from offbeat.engine.cpu.kernel import cpu_kernel
+from offbeat.engine.foreach import run_foreach
+from offbeat.engine.loop import run_loop
+from offbeat.engine.trace import trace
 from offbeat.rules.checks import learning_rate
 from offbeat.rules.ops import maximum, minimum, sign, sqrt, where
-from offbeat.tiers.foreach import run_foreach
-from offbeat.tiers.loop import run_loop
-from offbeat.tiers.trace import trace
 
 COEFFICIENTS = {"a": 0.75, "b": -1.25}
 
@@ -28,6 +29,10 @@ BINARY = {
     "min": minimum,
     "where": lambda x, y: where(x > 0, y, x),
     "choose": lambda x, y: where(x < y, x, 0.5),
+    "equal": lambda x, y: where(x == y, 2.0, x),
+    "unequal": lambda x, y: where(x != 0, x, y),
+    "at least": lambda x, y: where(x >= y, x, y),
+    "at most": lambda x, y: where(x >= 0.0, y, x),
 }
 UNARY = {
     "neg": lambda x: -x,
@@ -84,6 +89,18 @@ def make_update(steps, outputs):
     return update
 
 
+def rule_of(update):
+    nothing: dict[str, Any] = {}
+    return offbeat.Rule("Test", (), lambda h: (), lambda h: nothing, lambda h, s: nothing, update)
+
+
+def run_kernel(program, columns):
+    kernel = cpu_kernel(program, (torch.float64,) * len(columns), torch.float64)
+    numel = array("q", [t.numel() for t in columns[0]])
+    addresses = [array("q", [t.data_ptr() for t in column]) for column in columns]
+    kernel(addresses, numel, array("q", [0, 0]), array("d", COEFFICIENTS.values()), sum(numel))
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(programs())
 @example(((("binary", "add", 0, 0), ("unary", "abs", 0, 0)), (1, 0, 0)))  # inputs come out in other places
@@ -91,7 +108,8 @@ def make_update(steps, outputs):
 def test_all_tiers_agree_on_any_program(program):
     """Above all: no tier overwrites a value that is still needed, whatever reads what and in which order."""
     update = make_update(*program)
-    traced = trace(update, ("s", "t"), ("a", "b"), ())
+    rule = rule_of(update)
+    traced = trace(rule, ("s", "t"), ("a", "b"), ())
     columns = [[torch.randn(7, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)] for _ in range(4)]
     gradients = [t.clone() for t in columns[1]]
     results = []
@@ -100,11 +118,11 @@ def test_all_tiers_agree_on_any_program(program):
         mine[1] = columns[1]
         if tier == "loop":
             for row in zip(*mine, strict=True):
-                run_loop(update, ("p", "g", "s", "t"), row, COEFFICIENTS, torch.float64)
+                run_loop(rule.apply, ("p", "g", "s", "t"), row, COEFFICIENTS, torch.float64)
         elif tier == "foreach":
             run_foreach(traced, mine, COEFFICIENTS, torch.float64)
         else:
-            run_kernel(traced, mine, [0, 0], [COEFFICIENTS], torch.float64)
+            run_kernel(traced, mine)
         results.append([t for i, column in enumerate(mine) if i != 1 for t in column])
     for tier in results[1:]:
         for ours, reference in zip(tier, results[0], strict=True):
@@ -151,6 +169,46 @@ def test_a_rule_of_ones_own_is_one_function_and_one_line(tier):
     torch.testing.assert_close(new, torch.full((2,), 0.95))
 
 
+COMPARISONS = {
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    "<": lambda a, b: a < b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    ">=": lambda a, b: a >= b,
+}
+
+
+@pytest.mark.parametrize("tier", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("name", COMPARISONS)
+@pytest.mark.parametrize("operands", ["tensors", "constant", "coefficient"])
+def test_every_comparison_works_in_every_tier(name, operands, tier):
+    compare = COMPARISONS[name]
+
+    def update(p, g, c):
+        other = {"tensors": p, "constant": 0.0, "coefficient": c.limit}[operands]
+        return (where(compare(g, other), p - 10.0, p + g),)
+
+    rule = offbeat.Rule(
+        "Compares", (learning_rate(0.1),), lambda h: (), lambda h: {}, lambda h, s: {"limit": 1.0}, update
+    )
+
+    class Compares(offbeat.RuleOptimizer, rule=rule): ...
+
+    values, grads = [0.0, 1.0, 1.0, 2.0], [0.0, 1.0, 0.0, -3.0]
+    p = torch.tensor(values, requires_grad=True)
+    optimizer = Compares([p], **tier)
+    p.grad = torch.tensor(grads)
+    optimizer.step()
+    others = {"tensors": values, "constant": [0.0] * 4, "coefficient": [1.0] * 4}[operands]
+    expected = [v - 10 if compare(g, o) else v + g for v, g, o in zip(values, grads, others, strict=True)]
+    assert p.tolist() == expected
+
+
+def constant(p, g, *, a):
+    return (0.0,)
+
+
 def branches(p, g, *, a):
     return (p - g if p > 0 else p,)
 
@@ -165,8 +223,13 @@ def forgets(p, g, *, a):
 
 @pytest.mark.parametrize(
     ("update", "message"),
-    [(branches, "cannot branch on a value"), (combines, "double precision"), (forgets, "returned 2 values")],
+    [
+        (branches, "cannot branch on a value"),
+        (combines, "double precision"),
+        (forgets, "returned 2 values"),
+        (constant, "depends on none"),
+    ],
 )
 def test_rules_that_break_the_rules_are_told(update: Any, message: str):
     with pytest.raises(TypeError, match=message):
-        trace(update, (), ("a",), ())
+        trace(rule_of(update), (), ("a",), ())

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.optim import plan as plan_module
-from offbeat.overlap.clipping import Clipping
-from offbeat.tiers import device_table as table_module
-from offbeat.tiers import triton_kernel as kernel_module
-from offbeat.tiers.choice import uses_triton
+from offbeat.engine import choice as choice_module
+from offbeat.engine.choice import uses_triton
+from offbeat.engine.cuda import kernel as kernel_module
+from offbeat.engine.cuda import table as table_module
+from offbeat.overlap import clipping, registry
 from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
+from tests.test_plan import count_reuse
 
 pytest.importorskip("triton")
 
@@ -76,8 +77,7 @@ def test_every_rule_in_float64(case, mode):
 def test_gradients_that_come_in_turns(case, mode, monkeypatch):
     """As in a mixture of experts: tables hold everyone who has had a gradient before."""
     used = []
-    real = plan_module.PlannedUpdate.run
-    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), real(self, extras)))
+    count_reuse(monkeypatch, used)
     theirs = make_params(torch.float64)
     ours = there(theirs)
     a, b = case.ours(ours, **case.hyper, **mode), case.reference(theirs)
@@ -257,7 +257,7 @@ def test_what_a_grad_scaler_says(case):
 def test_coefficients_made_on_the_device(case, traced, monkeypatch):
     """By a kernel made from the rule's functions; by torch's operators for rules that cannot be traced."""
     if not traced:
-        monkeypatch.setattr("offbeat.optim.device.DeviceNumbers.make", lambda *args: None)
+        monkeypatch.setattr("offbeat.engine.cuda.launch.DeviceNumbers.make", lambda *args: None)
     theirs = make_params(torch.float64)
     ours = there(theirs)
     a, b = case.ours(ours, **case.hyper, fused=True), case.reference(theirs)
@@ -269,10 +269,10 @@ def test_coefficients_made_on_the_device(case, traced, monkeypatch):
                 optimizer.param_groups[0]["lr"] *= 0.5
         a.step()
         b.step()
-    (plan,) = a._plans.values()
-    if any(slot.scalar for slot in plan.slots):
-        assert all((table.device_run._numbers is not None) == traced for table in plan.tables)
-    # torch multiplies NAdam's product in float32, its own operators on rows of them in float64.
+    (part,) = a._engine._groups.values()
+    if part.options.scalar_keys:
+        assert all((batch.device_run._numbers is not None) == traced for batch, _ in part.batches)
+    # torch multiplies NAdam's product in float32; for rows of them it is done in float64 and rounded.
     assert_close(ours, theirs, 1e-12 if traced or case.name != "NAdam" else 1e-9)
 
 
@@ -412,8 +412,8 @@ def test_a_grad_scaler_without_gradients():
 def test_tables_are_kept(monkeypatch):
     """An unchanged group is stepped by its plan; addresses travel when they change, and only then."""
     used, sent = [], []
-    run, send = plan_module.PlannedUpdate.run, table_module.DeviceTable._send
-    monkeypatch.setattr(plan_module.PlannedUpdate, "run", lambda self, extras: (used.append(1), run(self, extras)))
+    send = table_module.DeviceTable._send
+    count_reuse(monkeypatch, used)
     ours = there(make_params(torch.float32))
     optimizer = offbeat.AdamW(ours)
     set_gradients(0, ours)
@@ -458,10 +458,7 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
     a, b = offbeat.RMSprop(ours, **hyper, centered=True), offbeat.RMSprop(plain, **hyper, centered=True, foreach=True)
     set_gradients(0, plain)
     give(ours, plain)
-    monkeypatch.setattr(
-        "offbeat.tiers.choice._why_not_by_triton",
-        __import__("offbeat.tiers.choice").tiers.choice._why_not_by_triton.__wrapped__,
-    )
+    monkeypatch.setattr("offbeat.engine.choice._why_no_triton_kernel", choice_module._why_no_triton_kernel.__wrapped__)
     a.step()
     b.step()
     assert_close(ours, plain, 0)
@@ -476,8 +473,9 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
 def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
     """To the bit as with gradients multiplied in a pass of their own."""
     passes = []
-    multiply = Clipping._multiply
-    monkeypatch.setattr(Clipping, "_multiply", lambda self, *a: (passes.append(1), multiply(self, *a))[1])
+    multiply = clipping.multiply
+    for module in (clipping, registry):
+        monkeypatch.setattr(module, "multiply", lambda *a: (passes.append(1), multiply(*a))[1])
     torch.manual_seed(0)
     one = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Tanh(), torch.nn.Linear(30, 20)).to(DEVICE)
     other = copy.deepcopy(one)
@@ -488,7 +486,7 @@ def test_overlap_clips_in_the_pass_that_updates(clip, groups, monkeypatch):
         optimizer = offbeat.AdamW(parts if groups == 2 else model.parameters(), lr=0.01)
         handles.append(offbeat.overlap(optimizer, model, clip_norm=0.01, clip=clip, bucket_cap_mb=1e-3))
         optimizers.append(optimizer)
-    handles[1]._core._overlapped.takes_clip = lambda params, grads: False
+    handles[1]._step._overlapped._rule_optimizer.clips_exactly = lambda params: False
     for step, x in enumerate(batches):
         counts = []
         for model, optimizer in zip((one, other), optimizers, strict=True):

@@ -7,26 +7,10 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 from offbeat._version import __version__
+from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
-from offbeat.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    FunctionalOptimizer,
-    Lion,
-    NAdam,
-    PureOptimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    RuleOptimizer,
-    as_functional,
-    as_pure,
-)
+from offbeat.optim import FunctionalOptimizer, PureOptimizer, RuleOptimizer, as_functional, as_pure, optimizers
+from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
 from offbeat.sync import (
@@ -39,34 +23,21 @@ from offbeat.sync import (
     post_local_sgd_hook,
     post_localSGD_hook,
 )
-from offbeat.tiers import Choice
 
 __all__ = [
-    "ASGD",
-    "SGD",
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
     "CaptureError",
     "Choice",
     "Disagreement",
     "FunctionalOptimizer",
     "GradientError",
     "HierarchicalModelAverager",
-    "Lion",
     "LocalSGD",
-    "NAdam",
     "Overlap",
     "OverlappedOptimizer",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PureOptimizer",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
     "Rule",
     "RuleOptimizer",
     "Slot",
@@ -78,3 +49,4 @@ __all__ = [
     "post_local_sgd_hook",
     "register_overlapped",
 ]
+__all__ += optimizers.__all__

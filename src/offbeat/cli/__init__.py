@@ -1,4 +1,4 @@
-"""The command line: ``offbeat demo``. It needs the extra packages of ``pip install 'offbeat[cli]'``."""
+"""The command line: ``offbeat demo``. It needs the packages of ``pip install 'offbeat[cli]'``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offbeat.cli.demo import demo
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Distributed optimizers that update while backward and the network are busy.",
+    help="Distributed optimizers that update parameters during backward and communication.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -25,5 +25,5 @@ app.command("demo")(demo)
 
 @app.callback()
 def _root() -> None:
-    """Distributed optimizers that update while backward and the network are busy."""
-    # Without a callback typer would make the only command the whole program, and "offbeat demo" an error.
+    """Distributed optimizers that update parameters during backward and communication."""
+    # Without a callback typer would run the only command as "offbeat", and "offbeat demo" would be an error.

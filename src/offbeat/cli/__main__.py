@@ -2,6 +2,6 @@
 
 from offbeat.cli import app
 
-# Spawned workers import this file again under another name: only the first may start the program.
+# Spawned processes import this file again under another name.
 if __name__ == "__main__":
     app(prog_name="offbeat")

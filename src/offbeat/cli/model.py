@@ -16,13 +16,13 @@ LAYERS = 6
 
 
 class Block(nn.Module):
-    """Causal attention and a two-layer perceptron, each added to what came in."""
+    """Causal attention and a two-layer perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(WIDTH)
-        # No bias: a key's bias cancels in the softmax, so its gradient is rounding noise, which Adam would scale up
-        # to full steps in a random direction. Two equal runs would drift apart there.
+        # No bias: a key's bias cancels in the softmax, so that its gradient is only rounding noise, which Adam scales
+        # up to full steps. Runs that should be equal would drift apart.
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.out = nn.Linear(WIDTH, WIDTH)
         self.norm2 = nn.LayerNorm(WIDTH)
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class ByteGPT(nn.Module):
-    """Bytes in, the loss of guessing each next byte out (nats per byte)."""
+    """A GPT over bytes that returns the loss of predicting each next byte, in nats per byte."""
 
     def __init__(self) -> None:
         super().__init__()

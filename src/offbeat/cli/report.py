@@ -1,26 +1,24 @@
-"""What the demo found: the numbers, the table, and the sentences that follow from the numbers."""
+"""The results of the demo: numbers, a table, and sentences made from the numbers."""
 
 from __future__ import annotations
 
-import io
 import statistics
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from rich.table import Table
+from torch import Tensor
 
 from offbeat.cli.train import RankResult
 
 __all__ = ["UNTIMED_STEPS", "ArmReport", "arm_report", "largest_difference", "sentences", "table"]
 
-#: The first steps are left out of the medians: memory is allocated, and a kernel may be compiled.
+#: The first steps are not part of the medians, because memory is allocated and kernels may be compiled.
 UNTIMED_STEPS = 5
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over all ranks and all steps after the first few: the median and the middle half around it."""
+    """Milliseconds per step over all ranks and all steps after the first few: median and quartiles."""
 
     median: float
     lower: float
@@ -28,13 +26,13 @@ class Timing:
 
     @classmethod
     def of(cls, times: list[float]) -> Timing:
-        """Summarize the times of single steps."""
+        """The median and the quartiles of these times."""
         lower, median, upper = statistics.quantiles(times, n=4, method="inclusive")
         return cls(median, lower, upper)
 
     @property
     def spread(self) -> float:
-        """Half the width of the middle half."""
+        """Half the interquartile range."""
         return (self.upper - self.lower) / 2
 
     def __str__(self) -> str:
@@ -43,7 +41,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class ArmReport:
-    """One arm's numbers, ready to be written down."""
+    """The results of one arm over all ranks."""
 
     name: str
     tier: str
@@ -58,13 +56,9 @@ class ArmReport:
     start_digest: str
     parameter_digests: list[str]
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        return asdict(self)
-
 
 def arm_report(name: str, results: list[RankResult]) -> ArmReport:
-    """Put together what the ranks of one arm found."""
+    """Combine the results of all ranks of one arm."""
     first = results[0]
     return ArmReport(
         name=name,
@@ -82,43 +76,42 @@ def arm_report(name: str, results: list[RankResult]) -> ArmReport:
     )
 
 
-def largest_difference(one: list[RankResult], other: list[RankResult]) -> float:
-    """The largest absolute difference between any two parameters of the arms' final models."""
-    a, b = (torch.load(io.BytesIO(results[0].weights or b""), weights_only=True) for results in (one, other))
-    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a)
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """The largest absolute difference between the parameters of two models."""
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
 
 
 def table(arms: list[ArmReport], difference: float) -> Table:
-    """All numbers side by side, a column an arm."""
+    """All numbers side by side, one column per arm; fits into 80 characters."""
     shown = Table(header_style="bold")
-    shown.add_column("")
+    shown.add_column("", no_wrap=True)
     for arm in arms:
-        shown.add_column(arm.name, justify="right")
+        shown.add_column(arm.name.replace("(", "\n(").replace(", ", ",\n"), justify="right")
     rows: list[tuple[str, list[str]]] = [
         ("training loss, before", [f"{arm.train_loss_before:.4f}" for arm in arms]),
         ("training loss, after", [f"{arm.train_loss_after:.4f}" for arm in arms]),
         ("held-out loss, before", [f"{arm.held_out_loss_before:.4f}" for arm in arms]),
         ("held-out loss, after", [f"{arm.held_out_loss_after:.4f}" for arm in arms]),
-        ("optimizer step, ms", [str(arm.optimizer_ms) for arm in arms]),
+        ("optimizer.step(), ms", [str(arm.optimizer_ms) for arm in arms]),
         ("whole step, ms", [str(arm.step_ms) for arm in arms]),
-        ("first optimizer step, ms", [f"{arm.first_optimizer_ms:.3g}" for arm in arms]),
+        ("first step(), ms", [f"{arm.first_optimizer_ms:.3g}" for arm in arms]),
         ("ranks bit-identical", ["yes" if arm.ranks_identical else "NO" for arm in arms]),
         ("largest gap to torch's", ["-", *(f"{difference:.2g}" for _ in arms[1:])]),
     ]
     for label, cells in rows:
-        # A section ends where the subject changes: losses, times, parameters.
-        shown.add_row(label, *cells, end_section=label in ("held-out loss, after", "first optimizer step, ms"))
+        # Three sections: losses, times, parameters.
+        shown.add_row(label, *cells, end_section=label in ("held-out loss, after", "first step(), ms"))
     return shown
 
 
 def sentences(torchs: ArmReport, ours: ArmReport, overlapped: ArmReport) -> list[str]:
-    """What was gained or lost, from the measured numbers alone."""
+    """A summary of the measured numbers."""
     share = torchs.optimizer_ms.median / torchs.step_ms.median
     explained = torchs.optimizer_ms.median - ours.optimizer_ms.median
     return [
-        f"The optimizer's step: {_compared(torchs.optimizer_ms, ours.optimizer_ms)}.",
-        f"The whole step: {_compared(torchs.step_ms, ours.step_ms, explained)}. The optimizer was {share:.1%} of it "
-        "with torch, so that is the most a faster one could save here.",
+        f"optimizer.step(): {_compared(torchs.optimizer_ms, ours.optimizer_ms)}.",
+        f"Whole training step: {_compared(torchs.step_ms, ours.step_ms, explained)}. With torch, the optimizer took "
+        f"{share:.1%} of it, which is the most that a faster optimizer can save here.",
         _overlap(ours, overlapped),
         _learned(torchs, ours),
     ]
@@ -127,14 +120,14 @@ def sentences(torchs: ArmReport, ours: ArmReport, overlapped: ArmReport) -> list
 def _overlap(ours: ArmReport, overlapped: ArmReport) -> str:
     same = "bit for bit the same" if overlapped.parameter_digests == ours.parameter_digests else "NOT THE SAME"
     return (
-        f"With overlap parameters were updated during backward: {overlapped.optimizer_ms.median:.3g} ms of the "
-        f"optimizer's {ours.optimizer_ms.median:.3g} were left for step(), the whole step took "
-        f"{overlapped.step_ms.median:.3g} ms against {ours.step_ms.median:.3g}, and the parameters are {same}."
+        f"With overlap, parameters are updated during backward: optimizer.step() took "
+        f"{overlapped.optimizer_ms.median:.3g} ms instead of {ours.optimizer_ms.median:.3g}, the whole training step "
+        f"{overlapped.step_ms.median:.3g} ms instead of {ours.step_ms.median:.3g}, and the parameters are {same}."
     )
 
 
 def _compared(torchs: Timing, ours: Timing, explained: float | None = None) -> str:
-    """Both times and the verdict. ``explained``: how much of what was saved the optimizer can have saved."""
+    """Compare two times. ``explained`` is the part of the difference that is due to the optimizer."""
     saved = torchs.median - ours.median
     both = f"{ours.median:.3g} ms with offbeat, {torchs.median:.3g} ms with torch"
     spread = max(torchs.spread, ours.spread)
@@ -142,8 +135,8 @@ def _compared(torchs: Timing, ours: Timing, explained: float | None = None) -> s
         return f"{both}; the difference is within the spread of single steps ({spread:.2g} ms)"
     if explained is not None and abs(saved - explained) > spread:
         return (
-            f"{both}, {-saved:+.2g} ms, of which the optimizer explains {-explained:+.2g}; "
-            "the rest comes from elsewhere, such as other load on this machine"
+            f"{both}. Of this difference of {-saved:+.2g} ms, {-explained:+.2g} ms is due to the optimizer and the "
+            "rest to something else, such as other load on this machine"
         )
     if saved > 0:
         return f"{both}; offbeat was {torchs.median / ours.median:.2f} times as fast and saved {saved:.2g} ms"

@@ -1,10 +1,9 @@
-"""One rank of the demo: an ordinary DistributedDataParallel training loop, with a clock around its parts."""
+"""One process of the demo: an ordinary DistributedDataParallel training loop for each optimizer, with timers."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import io
 import math
 import os
 from collections.abc import Callable
@@ -19,21 +18,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.cli.data import fixed_windows, random_windows, read_corpus
+from offbeat.cli.data import Corpus, fixed_windows, random_windows, read_corpus
 from offbeat.cli.model import CONTEXT, ByteGPT
 
-__all__ = ["ARMS", "EVALUATION_WINDOWS", "LEARNING_RATE", "Job", "RankResult", "train"]
+__all__ = ["ARMS", "COLLECTIVE_TIMEOUT", "EVALUATION_WINDOWS", "Job", "RankResult", "train"]
 
 BATCH = 8
 LEARNING_RATE = 2e-3
-#: The rate grows to its full value over so many steps. Full steps from the start would throw a run about so much
-#: that the last bits of a rounding decide where it goes, whichever optimizer does it.
+#: The learning rate grows to its full value over this many steps. With full steps from the start, rounding errors would
+#: grow until runs that should agree end in different places, with any optimizer.
 WARM_UP = 20
-#: Split between the ranks, so that the loss reported does not depend on how many there are.
+#: Split between the ranks, so that the reported loss does not depend on the number of ranks.
 EVALUATION_WINDOWS = 64
-#: Steps until another arm may go on.
+#: The arms take turns of this many steps, so that other load on the machine slows down all of them equally.
 TURN_STEPS = 5
-#: A rank that waits longer than this for the others gives up.
+#: A rank that waits longer than this for the others raises an error.
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -43,7 +42,7 @@ def _overlapped(replica: DistributedDataParallel) -> torch.optim.Optimizer:
     return optimizer
 
 
-#: The contestants, by the name they are shown under.
+#: The optimizers to compare, by the name they are shown under.
 ARMS: dict[str, Callable[[DistributedDataParallel], torch.optim.Optimizer]] = {
     "torch.optim.AdamW(fused=True)": lambda replica: torch.optim.AdamW(
         replica.parameters(), lr=LEARNING_RATE, fused=True
@@ -55,9 +54,8 @@ ARMS: dict[str, Callable[[DistributedDataParallel], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What every rank of one arm is told. ``directory`` is where they meet and write their logs."""
+    """What to train, the same on every rank. ``directory`` holds the rendezvous file, logs and results."""
 
-    arm: str
     ranks: int
     steps: int
     seed: int
@@ -66,117 +64,113 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankResult:
-    """What one rank found. Losses are (before, after); times are milliseconds, one per step."""
+    """One arm's result on one rank. Losses are (before, after); times are milliseconds, one per step."""
 
     train_loss: tuple[float, float]
     held_out_loss: tuple[float, float]
     optimizer_ms: list[float]
     step_ms: list[float]
     tier: str
-    parameters: int
-    tensors: int
     start_digest: str
-    #: Of every rank's final parameters, as this rank received them.
+    #: Digests of every rank's final parameters.
     digests: list[str]
-    #: The final parameters in torch.save's format; from rank 0 only.
-    weights: bytes | None
+    weights: dict[str, Tensor]
 
 
-def train(
-    rank: int, job: Job, on_step: Callable[[int, float], None], turn: Callable[[], None] = lambda: None
-) -> RankResult:
-    """Train as ``rank`` of ``job.ranks``.
+def train(rank: int, job: Job, on_step: Callable[[str, int, float], None]) -> dict[str, RankResult]:
+    """Train every arm as ``rank`` of ``job.ranks``, in turns.
 
     Args:
         rank: this process's rank.
-        job: what to train, the same on every rank.
-        on_step: hears the number of steps done and this rank's loss.
-        turn: called every few steps, outside the times; it may wait, on all ranks alike.
+        job: what to train.
+        on_step: called with the arm, the number of steps done and this rank's loss.
+
+    Returns:
+        This rank's result for each arm.
     """
     torch.set_num_threads(1)
     store = f"file://{job.directory / 'store'}"
     dist.init_process_group("gloo", store, COLLECTIVE_TIMEOUT, job.ranks, rank)
     corpus = read_corpus()
-    # The model's numbers are the same on every rank and in every arm, the data's differ from rank to rank.
-    torch.manual_seed(job.seed)
-    model = ByteGPT()
-    generator = torch.Generator().manual_seed(job.seed + 1 + rank)
-    replica = DistributedDataParallel(model)
-    optimizer = ARMS[job.arm](replica)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    start = _digest(model)
-    before = _evaluate(model, corpus.train, rank, job), _evaluate(model, corpus.held_out, rank, job)
-    optimizer_ms, step_ms = [], []
-    for step in range(job.steps):
-        if step == 3 and os.environ.get("OFFBEAT_DEMO_FAIL_RANK") == str(rank):
-            os._exit(13)  # the tests' way to lose a rank as a crash would: no exception, no goodbye
-        if step % TURN_STEPS == 0:
-            turn()
-        began = perf_counter()
-        x, target = random_windows(corpus.train, BATCH, CONTEXT, generator)
-        loss = replica(x, target)
-        loss.backward()
-        ready = perf_counter()
-        optimizer.step()
-        stepped = perf_counter()
-        scheduler.step()
-        optimizer.zero_grad()
-        step_ms.append((perf_counter() - began) * 1e3)
-        optimizer_ms.append((stepped - ready) * 1e3)
-        on_step(step + 1, _finite(loss.item(), f"the training loss of step {step + 1}"))
-    after = _evaluate(model, corpus.train, rank, job), _evaluate(model, corpus.held_out, rank, job)
-    result = RankResult(
-        train_loss=(before[0], after[0]),
-        held_out_loss=(before[1], after[1]),
-        optimizer_ms=optimizer_ms,
-        step_ms=step_ms,
-        tier=_tier(optimizer),
-        parameters=sum(p.numel() for p in model.parameters()),
-        tensors=len(list(model.parameters())),
-        start_digest=start,
-        digests=_gather(_digest(model), job.ranks),
-        weights=_packed(model) if rank == 0 else None,
-    )
-    dist.barrier()  # nobody hangs up while another still listens
+    arms = {name: _Arm(name, rank, job, corpus) for name in ARMS}
+    for step in range(0, job.steps, TURN_STEPS):
+        for arm in arms.values():
+            arm.run(range(step, min(step + TURN_STEPS, job.steps)), on_step)
+    results = {name: arm.result() for name, arm in arms.items()}
+    dist.barrier()  # no rank closes its connections while another still needs them
     dist.destroy_process_group()
-    return result
+    return results
 
 
-@torch.no_grad()
-def _evaluate(model: nn.Module, text: Tensor, rank: int, job: Job) -> float:
-    x, target = fixed_windows(text, EVALUATION_WINDOWS, CONTEXT)
-    mine = slice(rank, None, job.ranks)
-    total = model(x[mine], target[mine]).double() * len(x[mine])
-    dist.all_reduce(total)
-    return _finite(total.item() / EVALUATION_WINDOWS, "the evaluation loss")
+class _Arm:
+    """The model, the data and the times of one optimizer on this rank."""
+
+    def __init__(self, name: str, rank: int, job: Job, corpus: Corpus) -> None:
+        self.name, self.rank, self.job, self.corpus = name, rank, job, corpus
+        torch.manual_seed(job.seed)  # the same model on every rank and in every arm
+        self.model = ByteGPT()
+        self.generator = torch.Generator().manual_seed(job.seed + 1 + rank)
+        self.replica = DistributedDataParallel(self.model)
+        self.optimizer = ARMS[name](self.replica)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
+        self.start_digest = _digest(self.model)
+        self.before = self.evaluate(corpus.train), self.evaluate(corpus.held_out)
+        self.optimizer_ms: list[float] = []
+        self.step_ms: list[float] = []
+
+    def run(self, steps: range, on_step: Callable[[str, int, float], None]) -> None:
+        for step in steps:
+            if step == 3 and os.environ.get("OFFBEAT_DEMO_FAIL_RANK") == str(self.rank):
+                os._exit(13)  # for the tests: a rank that crashes without an exception
+            began = perf_counter()
+            x, target = random_windows(self.corpus.train, BATCH, CONTEXT, self.generator)
+            loss = self.replica(x, target)
+            loss.backward()
+            ready = perf_counter()
+            self.optimizer.step()
+            stepped = perf_counter()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+            self.step_ms.append((perf_counter() - began) * 1e3)
+            self.optimizer_ms.append((stepped - ready) * 1e3)
+            on_step(self.name, step + 1, _finite(loss.item(), f"the training loss of step {step + 1}"))
+
+    @torch.no_grad()
+    def evaluate(self, text: Tensor) -> float:
+        x, target = fixed_windows(text, EVALUATION_WINDOWS, CONTEXT)
+        mine = slice(self.rank, None, self.job.ranks)
+        total = self.model(x[mine], target[mine]).double() * len(x[mine])
+        dist.all_reduce(total)
+        return _finite(total.item() / EVALUATION_WINDOWS, "the evaluation loss")
+
+    def result(self) -> RankResult:
+        digests = [""] * self.job.ranks
+        dist.all_gather_object(digests, _digest(self.model))
+        return RankResult(
+            train_loss=(self.before[0], self.evaluate(self.corpus.train)),
+            held_out_loss=(self.before[1], self.evaluate(self.corpus.held_out)),
+            optimizer_ms=self.optimizer_ms,
+            step_ms=self.step_ms,
+            tier=_tier(self.optimizer),
+            start_digest=self.start_digest,
+            digests=digests,
+            weights=self.model.state_dict(),
+        )
 
 
 def _finite(loss: float, what: str) -> float:
     if not math.isfinite(loss):
-        raise ArithmeticError(f"{what} is {loss}, and a loss has to be finite; try another --seed")
+        raise ArithmeticError(f"{what} is {loss}, but it must be finite; try another --seed")
     return loss
 
 
 def _digest(model: nn.Module) -> str:
-    """A hash of every byte of every parameter: equal only if all bits are (-0.0 is not 0.0 here)."""
+    """A hash of the bytes of every parameter, so that even -0.0 and 0.0 differ."""
     found = hashlib.sha256()
     for p in model.parameters():
         whole = p.detach().contiguous()
         found.update(ctypes.string_at(whole.data_ptr(), whole.nbytes))
     return found.hexdigest()
-
-
-def _gather(digest: str, ranks: int) -> list[str]:
-    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8)
-    all_of_them = [torch.empty_like(mine) for _ in range(ranks)]
-    dist.all_gather(all_of_them, mine)
-    return [bytes(each.tolist()).hex() for each in all_of_them]
-
-
-def _packed(model: nn.Module) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    return buffer.getvalue()
 
 
 def _tier(optimizer: torch.optim.Optimizer) -> str:

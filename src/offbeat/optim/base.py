@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from offbeat import _torch
+from offbeat.engine.choice import Choice, is_capturing
+from offbeat.engine.extras import NOTHING, Extras, Work
+from offbeat.engine.options import hyperparameters
+from offbeat.engine.precision import check_precision, kept_slots
+from offbeat.engine.state import State, new_state
+from offbeat.engine.step import Engine
+from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.checkpoint import loaded, packed
-from offbeat.optim.extras import NOTHING, Extras, by_hand, fitting
-from offbeat.optim.gradients import local
-from offbeat.optim.native import NativePlan, NativeUpdate
-from offbeat.optim.plan import Plan, PlannedUpdate, make_plan
-from offbeat.optim.precision import check_precision, formats, kept_slots
-from offbeat.optim.settings import SettingsCache, hyperparameters
 from offbeat.optim.signature import describe, signature
-from offbeat.optim.state import State, mark_unbegun, new_state
-from offbeat.optim.update import Update, prepare, program_for
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
-from offbeat.tiers.choice import Choice, choose, is_capturing
 
 __all__ = ["RuleOptimizer"]
-
-#: A group, parameters of it, and their gradients; None reads them from ``.grad``.
-Work = tuple[dict[str, Any], Sequence[Tensor], Sequence[Tensor | None] | None]
-
-#: Tables for parts of groups, by the parameters' ids.
-PartPlans = dict[tuple[int, ...], Plan | NativePlan]
 
 
 class RuleOptimizer(Optimizer):
     """A drop-in for the torch.optim class of the same name, made from an update rule.
 
-    Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``; signature, checks, state and all tiers come
-    from the rule.
+    Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``. Signature, checks, state and all tiers come from
+    the rule.
     """
 
     rule: ClassVar[Rule]
-    #: Whether the next step has nothing to do, because every gradient has been used already.
-    _nothing_left = False
+    #: By parameter (its id), the group it was found in and its position there.
+    _places: dict[int, tuple[int, int]]
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -59,23 +50,22 @@ class RuleOptimizer(Optimizer):
             raise TypeError(f"{type(self).__name__}(): {error}; it takes {self.__signature__}") from None  # type: ignore[attr-defined]
         bound.apply_defaults()
         options = {name: value for name, value in bound.arguments.items() if name != "params"}
-        defaults = {**{name: FLAGS[name] for name in FLAGS}, **options, **self.rule.fixed}
+        defaults = {**{name: FLAGS[name] for name in FLAGS}, **options, **self.rule.surface.fixed}
         self.rule.validate(defaults)
         _check_flags(self.rule, defaults)
         # "capturable" stays out of the groups where torch.optim has no such option.
         used = {name for name in PRECISION if defaults.get(name) is not None} | self._options()
         super().__init__(params, {name: defaults[name] for name in defaults if name in used})
-        self._plans: dict[int, Plan | NativePlan] = {}
-        self._settings = SettingsCache(self.rule)
+        self._engine, self._places = Engine(self.rule), {}
         self._own_state()
         if defaults["fused"]:
-            self._step_supports_amp_scaling = True
-        if self.rule.eager_state:
+            _torch.mark_scaled(self, True)
+        if self.rule.surface.eager_state:
             self.init_state()
 
     @classmethod
     def _options(cls) -> set[str]:
-        return {hyper.name for hyper in cls.rule.hyper} | set(cls.rule.flags) | set(cls.rule.fixed)
+        return {hyper.name for hyper in cls.rule.hyper} | set(cls.rule.surface.flags) | set(cls.rule.surface.fixed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters, checked like the constructor's arguments; see :class:`torch.optim.Optimizer`."""
@@ -84,7 +74,7 @@ class RuleOptimizer(Optimizer):
             self.rule.validate(options)
             _check_flags(self.rule, options)
         super().add_param_group(param_group)
-        if hasattr(self, "_plans") and self.rule.eager_state:
+        if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
     def step(
@@ -94,188 +84,130 @@ class RuleOptimizer(Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss, with gradients enabled.
-            clip: a number gradients are multiplied by for this update, such as the coefficient of
-                :func:`torch.nn.utils.clip_grad_norm_`; the product is rounded as a gradient is. The gradients
-                themselves stay as they are. The fused tier on a GPU does it in the same pass over memory and does not
-                wait for a tensor there; others make a copy of the gradients.
-            zero_grad: whether gradients are zero afterwards, also of a step that a GradScaler has skipped; in the same
+            clip: a number that gradients are multiplied by for this update, such as the coefficient of
+                :func:`torch.nn.utils.clip_grad_norm_`. The product is rounded to the gradient's dtype; the gradients
+                themselves do not change. The fused tier on a GPU does this in the same pass over memory, without
+                waiting for a tensor there; other tiers copy the gradients.
+            zero_grad: whether gradients are set to zero afterwards, also if a GradScaler skips the step; in the same
                 pass on a GPU.
 
         Returns:
-            What the closure returned, or None.
+            The closure's result, or None.
         """
         if torch.compiler.is_compiling():
             return self._step_untraced(closure, clip, zero_grad)
         return self._step(closure, clip, zero_grad)
 
-    # A step is a few calls into kernels that are compiled already: tracing it would bring nothing.
+    # A step is a few calls of compiled kernels: there is nothing to gain by tracing it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _step_untraced(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         return self._step(closure, clip, zero_grad)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As torch's, which calls hooks and marks the step for a profiler; it is left out where there is neither."""
-        watched = Optimizer.profile_hook_step(func)
-        is_compiling, is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
-
-        @functools.wraps(func)
-        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if (
-                self._optimizer_step_pre_hooks
-                or self._optimizer_step_post_hooks
-                or _global_optimizer_pre_hooks
-                or _global_optimizer_post_hooks
-                or is_profiled()
-                or is_compiling()
-            ):
-                return watched(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return step
+        """As torch's, which runs hooks and marks the step for a profiler. Skips that if there is neither."""
+        return _torch.lean_step(func, Optimizer.profile_hook_step(func))
 
     def _step(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
-        self._accelerator_graph_capture_health_check()
+        self._check_capture()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._nothing_left:
-            self._nothing_left = False
-        else:
-            work = [(group, group["params"], None) for group in self.param_groups]
-            self._apply(work, extras=self._extras(clip, zero_grad))
+        work: list[Work] = [(group, group["params"], None) for group in self.param_groups]
+        self._run(work, self._extras(clip, zero_grad))
         return loss
 
+    def step_params(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
+    ) -> None:
+        """Update some parameters with gradients that are passed in, whatever group they are in.
+
+        For code that has gradients elsewhere than in ``.grad``, or only some of them: a bucket during backward, a
+        functional step, an outer optimizer. ``.grad`` is neither read nor changed, and step hooks do not run. All
+        parameters are checked before any of them is updated. Batches are kept for each list of parameters, so pass the
+        same parameters together every time.
+
+        Args:
+            params: parameters of this optimizer.
+            grads: one gradient for each; None leaves a parameter and its state alone.
+            clip: a number that gradients are multiplied by for this update.
+
+        Example:
+            >>> import torch, offbeat
+            >>> w, b = torch.ones(3), torch.ones(2)
+            >>> optimizer = offbeat.SGD([w, b], lr=0.5)
+            >>> optimizer.step_params([b], [torch.ones(2)])
+            >>> w, b
+            (tensor([1., 1., 1.]), tensor([0.5000, 0.5000]))
+        """
+        params, grads = list(params), list(grads)
+        if len(params) != len(grads):
+            raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
+        self._run(self._by_group(params, grads), self._extras(clip, False))
+
+    def clips_exactly(self, params: Sequence[Tensor]) -> bool:
+        """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
+
+        If so, the result has the bits of a separate multiplication. Known after the first step of these parameters.
+        """
+        params = list(params)
+        work = self._by_group(params, params)
+        return all(self._engine.clips_exactly(mine) for _, mine, _ in work)
+
+    def _by_group(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Work]:
+        work: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
+        for p, g in zip(params, grads, strict=True):
+            mine = work.setdefault(self._group_of(p), ([], []))
+            mine[0].append(p)
+            mine[1].append(g)
+        return [(self.param_groups[i], *lists) for i, lists in work.items()]
+
+    def _group_of(self, p: Tensor) -> int:
+        """The position of the group that a parameter is in. Groups may change at any time, so this is checked."""
+        groups = self.param_groups
+        for _ in range(2):
+            group, at = self._places.get(id(p), (len(groups), 0))
+            if group < len(groups) and at < len(groups[group]["params"]) and groups[group]["params"][at] is p:
+                return group
+            self._places = {id(q): (i, j) for i, one in enumerate(groups) for j, q in enumerate(one["params"])}
+        if not isinstance(p, Tensor):
+            raise TypeError(f"a parameter must be a Tensor, but got {type(p).__name__}")
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is in no group of this optimizer; add it with add_param_group"
+        )
+
+    def _run(self, work: Sequence[Work], extras: Extras) -> None:
+        watched = bool(self.defaults["differentiable"])
+        self._engine.run(work, self._own_state(), extras, self.param_groups, differentiable=watched)
+
     def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
-        """What to do with gradients, with what a GradScaler says where ``fused=True`` lets it."""
+        """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if clip is None and scale is None and found_inf is None and not zero_grad:
             return NOTHING
         if found_inf is not None and not isinstance(found_inf, Tensor):  # a GradScaler's sum over no gradients
-            found_inf = torch.tensor(float(found_inf))
+            found_inf = torch.tensor(float(found_inf), device="cpu")
         if clip is not None and not isinstance(clip, Tensor):
-            clip = torch.tensor(clip, dtype=torch.float64)
+            if not isinstance(clip, Real):
+                raise TypeError(f"clip must be a number or a tensor of one element, but got {clip!r}")
+            clip = torch.tensor(clip, dtype=torch.float64, device="cpu")
         if clip is not None and clip.numel() != 1:
-            raise ValueError(f"clip must be one number, but it is of shape {tuple(clip.shape)}")
+            raise ValueError(f"clip must be one number, but it has shape {tuple(clip.shape)}")
         return Extras(scale, found_inf, clip, zero_grad)
 
-    def _accelerator_graph_capture_health_check(self) -> None:
+    def _check_capture(self) -> None:
         if "capturable" not in self.defaults:
             return
-        # torch's check takes its time to find out that there is nothing to find.
+        # torch's check is slow even if there is nothing to find.
         if any(group["capturable"] for group in self.param_groups) or is_capturing() or _uses_xpu():
-            super()._accelerator_graph_capture_health_check()
-
-    def _apply(self, work: Sequence[Work], part_plans: PartPlans | None = None, extras: Extras | None = None) -> None:
-        """Update these parameters of these groups: all of ``work`` is checked before any of it is done.
-
-        Whoever updates the same parts of groups again and again owns a dictionary ``part_plans`` for their tables.
-        """
-        extras = self._extras(None, False) if extras is None else extras
-        if extras is NOTHING and self._apply_by_plans(work, part_plans):
-            return
-        with torch.set_grad_enabled(bool(self.defaults["differentiable"])):
-            self._own_state()
-            again: list[Work] = []
-            updates = [self._prepare(*item, again, part_plans) for item in work]
-            at_hand = fitting(extras, work) if extras else NOTHING
-            if extras and (again or at_hand is None or not all(update.takes(at_hand) for update in updates)):
-                with by_hand(extras, work) as changed:
-                    if changed is not None:
-                        self._apply(changed, part_plans, NOTHING)
-                return
-            for update in updates:
-                update.commit()
-            for update in updates:
-                update.run(at_hand or NOTHING)
-            if at_hand and at_hand.changes_gradients:
-                given = [[p.grad for p in params] if grads is None else grads for _, params, grads in work]
-                increment_version([g for some in given for g in some if g is not None])
-            for (group, params, _), update in zip(work, updates, strict=True):
-                if isinstance(update, Update):
-                    self._remember(group, params, update, part_plans)
-            for item in again:
-                update = self._prepare(*item, [])
-                update.commit()
-                update.run()
-
-    def _apply_by_plans(self, work: Sequence[Work], part_plans: PartPlans | None) -> bool:
-        """The short way, where nothing has changed since the step before; False if something has."""
-        state = self._own_state()
-        updates = []
-        for group, params, grads in work:
-            plan = self._plan_of(group, params, part_plans)
-            update = plan.prepare(self._settings.of(group), params, grads, state) if plan is not None else None
-            if update is None:
-                return False
-            updates.append(update)
-        for update in updates:
-            update.run(NOTHING)
-        return True
-
-    def _plan_of(
-        self, group: dict[str, Any], params: Sequence[Tensor], part_plans: PartPlans | None
-    ) -> Plan | NativePlan | None:
-        if params is group["params"]:
-            return self._plans.get(id(group))
-        return part_plans.get(tuple(map(id, params))) if part_plans else None
-
-    def _prepare(
-        self,
-        group: dict[str, Any],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor | None] | None,
-        again: list[Work],
-        part_plans: PartPlans | None = None,
-    ) -> Update | PlannedUpdate | NativeUpdate:
-        """Check the work and get it ready; what must wait until it is done goes to ``again``."""
-        settings = self._settings.of(group)
-        plan = self._plan_of(group, params, part_plans)
-        planned = plan.prepare(settings, params, grads, self._own_state()) if plan is not None else None
-        if planned is not None:
-            return planned
-        grads = [p.grad for p in params] if grads is None else grads
-        if len(set(map(id, params))) < len(params):
-            layers = _layers(params, grads)
-            params, grads = layers[0]
-            again.extend((group, *layer) for layer in layers[1:])
-        return prepare(self.rule, settings.h, params, grads, self._own_state())
+            _torch.check_capture(self)
 
     def _own_state(self) -> State:
         """``self.state``, which the user may have replaced by any dictionary, as one that counts its changes."""
         if type(self.state) is not State:
             self.state = State(self.state.items())
         return self.state
-
-    def _remember(
-        self,
-        group: dict[str, Any],
-        params: Sequence[Tensor],
-        update: Update,
-        part_plans: PartPlans | None,
-    ) -> None:
-        """Keep tables for the next step of this group or part, and none for groups that are gone."""
-        if params is not group["params"]:
-            if part_plans is not None:
-                key = tuple(map(id, params))
-                plan = self._make_plan(params, update, part_plans.pop(key, None))
-                if plan is not None:
-                    part_plans[key] = plan
-            return
-        here = {id(one) for one in self.param_groups}
-        self._plans = {key: plan for key, plan in self._plans.items() if key in here}
-        plan = self._make_plan(params, update, self._plans.pop(id(group), None))
-        if plan is not None:
-            self._plans[id(group)] = plan
-
-    def _make_plan(
-        self, params: Sequence[Tensor], update: Update, before: Plan | NativePlan | None
-    ) -> Plan | NativePlan | None:
-        try:
-            return make_plan(self.rule, params, self._own_state(), update, before)
-        except RuntimeError:  # no memory for tables, say: the step is done, and the next goes without
-            return None
 
     def init_state(self) -> None:
         """Allocate all state now, for parameters with and without a gradient, changing nothing else.
@@ -296,66 +228,45 @@ class RuleOptimizer(Optimizer):
                     state[p][key] = value
 
     def tiers(self) -> list[Choice]:
-        """For each group, the tier its next step runs in and why.
+        """For each group, the tier that runs it and why.
 
-        The choice is made per parameter; a group whose parameters differ reports them joined by ``+``.
+        After a step this is what was decided then; before, it is what would be decided now. The choice is made for
+        each parameter. If the parameters of a group differ, their tiers are joined by ``+``.
         """
         found = []
         for group in self.param_groups:
-            h = hyperparameters({**FLAGS, **group})
-            kept = kept_slots(self.rule, h)
-            slots = {slot.key: slot for slot in kept if not slot.scalar and slot.form != "scales"}
-            form = formats(h, kept)
-            program = None if h.differentiable else program_for(self.rule, h)
-            choices: dict[Choice, None] = {}
-            for p in group["params"]:
-                like = [local(p).detach()]
-                like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
-                state = self.state.get(p) or {}
-                for key, slot in slots.items():
-                    if isinstance(state.get(key), Tensor):
-                        like.append(local(state[key]))
-                    else:
-                        like.append(like[0] if slot.dtype is None else torch.empty_like(like[0], dtype=slot.dtype))
-                like.insert(1, like[0])
-                like = [torch.view_as_real(t) if t.is_complex() else t for t in like]
-                try:
-                    choices[choose(self.rule, h, program, like, form)] = None
-                except RuntimeError as error:
-                    choices[Choice("none", str(error))] = None
-            merged = list(choices) or [Choice("none", "the group has no parameters")]
+            merged = self._engine.choices(group, self._own_state()) or [Choice("none", "the group has no parameters")]
             if len(merged) > 1:
                 tiers = list(dict.fromkeys(choice.tier for choice in merged))
-                found.append(Choice("+".join(tiers), "; ".join(map(str, merged))))
-            else:
-                found.append(merged[0])
+                merged = [Choice("+".join(tiers), "; ".join(map(str, merged)))]
+            found.append(merged[0])
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly, in torch.optim's format; torch.optim loads it."""
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
+        for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
         result = packed(self)
-        for post in self._optimizer_state_dict_post_hooks.values():
+        for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
             result = result if changed is None else changed
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this class or of torch.optim's class of the same name.
+        """Continue from a state dict of this class or of torch.optim's class of the same name.
 
-        State keeps the dtype it was saved in. Nothing is shared with ``state_dict``. Where both sides name their
-        parameters and each group has the same names, state is matched by name, else by position. Options a checkpoint
-        does not know are taken from this optimizer.
+        State keeps the dtype in which it was saved. Nothing is shared with ``state_dict``. If both sides name their
+        parameters and each group has the same names, state is matched by name, otherwise by position. Options that a
+        checkpoint does not have are taken from this optimizer.
         """
         state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         state, groups = loaded(self, state_dict, self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
-        for post in self._optimizer_load_state_dict_post_hooks.values():
+        for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
 
     def _slots(self, group: dict[str, Any]) -> tuple[Slot, ...]:
@@ -363,16 +274,15 @@ class RuleOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans = {}
-        self._settings = SettingsCache(self.rule)
+        self._engine, self._places = Engine(self.rule), {}
         self._own_state()
         for group in self.param_groups:
             for name in self._options():
                 if name not in group:
-                    group[name] = self.rule.fixed.get(name, self.defaults.get(name, FLAGS.get(name)))
-            group.update(self.rule.fixed)
+                    group[name] = self.rule.surface.fixed.get(name, self.defaults.get(name, FLAGS.get(name)))
+            group.update(self.rule.surface.fixed)
         if self.defaults.get("fused"):
-            self._step_supports_amp_scaling = True
+            _torch.mark_scaled(self, True)
 
     def __repr__(self) -> str:
         text = super().__repr__()
@@ -382,19 +292,6 @@ class RuleOptimizer(Optimizer):
 
 def _uses_xpu() -> bool:
     return bool(torch.xpu.is_initialized())  # type: ignore[no-untyped-call]
-
-
-def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-    """Lists without repeats: torch.optim updates a parameter that stands in a group twice, two times in a row."""
-    layers: list[tuple[list[Tensor], list[Tensor | None]]] = []
-    seen: dict[int, int] = {}
-    for p, g in zip(params, grads, strict=True):
-        depth = seen[id(p)] = seen.get(id(p), -1) + 1
-        if depth == len(layers):
-            layers.append(([], []))
-        layers[depth][0].append(p)
-        layers[depth][1].append(g)
-    return layers
 
 
 def _check_flags(rule: Rule, options: dict[str, Any]) -> None:

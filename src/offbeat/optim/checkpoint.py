@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.optim.gradients import check_alike, is_dtensor, local
-from offbeat.optim.precision import converted, in_numbers
-from offbeat.optim.scalars import new_scalars, scalar_dtype
-from offbeat.optim.state import State
+from offbeat.engine.counters import new_scalars, scalar_dtype
+from offbeat.engine.gradients import check_alike
+from offbeat.engine.precision import converted, in_numbers
+from offbeat.engine.state import State
+from offbeat.engine.tensors import has_values, is_dtensor, local
 from offbeat.rules.rule import PRECISION, Slot, Values
 
 __all__ = ["loaded", "packed"]
@@ -145,6 +146,9 @@ def _side_by_side(state: State, params: list[Tensor], scalars: set[str], group: 
             dtype = value.dtype if isinstance(value, Tensor) else scalar_dtype()
             dtype = torch.float32 if on_device and key == "step" else dtype
             device = local(p).device if on_device else torch.device("cpu")
+            if isinstance(value, Tensor) and not has_values(value):
+                state[p][key] = value.to(device, dtype, copy=True)
+                continue
             places.setdefault((device, dtype), []).append((p, float(value)))
         for (device, dtype), items in places.items():
             for (p, _), t in zip(items, new_scalars([v for _, v in items], dtype, device), strict=True):

@@ -14,8 +14,8 @@ from offbeat.optim.lookup import rule_class
 
 __all__ = ["FunctionalOptimizer", "as_functional"]
 
-# One for all: two optimizers may update the same parameters from different threads, and an update reads what it
-# writes. The kernels use every core by themselves, so nothing is lost by doing one update after the other.
+# One lock for all: two optimizers may update the same parameters from different threads, and an update reads what it
+# writes. The kernels use every core by themselves, so nothing is lost by running one update after the other.
 _updating = threading.RLock()
 
 
@@ -48,7 +48,7 @@ class FunctionalOptimizer:
         if isinstance(params, Iterable) and not isinstance(params, Tensor):
             params = list(params)
         if isinstance(params, list) and not params:
-            # torch.optim.Optimizer wants at least one parameter; it may go again once it is built.
+            # torch.optim.Optimizer requires a parameter; it can be removed once the optimizer is built.
             self._optimizer = optim_cls([torch.zeros(())], **hyper)
             self._optimizer.param_groups[0]["params"] = []
             self._optimizer.state.clear()
@@ -79,31 +79,29 @@ class FunctionalOptimizer:
                     f"step() got {len(gradients)} gradients for {count} parameters; "
                     "give one for each, None where there is none"
                 )
-            work, start = [], 0
-            for group in self.param_groups:
-                end = start + len(group["params"])
-                work.append((group, group["params"], gradients[start:end]))
-                start = end
-            self._optimizer._apply(work)
+            self._optimizer.step_params([p for group in self.param_groups for p in group["params"]], gradients)
 
     def step_param(self, param: Tensor, grad: Tensor | None) -> None:
-        """Update one parameter. One that is not in any group yet joins the last group."""
+        """Update one parameter. A parameter that is in no group yet joins the last group."""
         with _updating:
-            group = next((g for g in self.param_groups if any(p is param for p in g["params"])), None)
-            joined = group is None
-            if group is None:
-                group = self.param_groups[-1]
-                if not isinstance(param, Tensor):
-                    raise TypeError(f"a parameter must be a Tensor, but got {type(param).__name__}")
-                if not (param.is_leaf or param.retains_grad):
-                    raise ValueError("can't optimize a non-leaf Tensor: detach it first")
-                if "param_names" in group:
-                    raise ValueError(
-                        "a parameter without a name cannot join a group of named parameters; use add_param_group"
-                    )
-            self._optimizer._apply([(group, [param], [grad])])
-            if joined:
-                group["params"].append(param)
+            if any(p is param for group in self.param_groups for p in group["params"]):
+                self._optimizer.step_params([param], [grad])
+                return
+            group = self.param_groups[-1]
+            if not isinstance(param, Tensor):
+                raise TypeError(f"a parameter must be a Tensor, but got {type(param).__name__}")
+            if not (param.is_leaf or param.retains_grad):
+                raise ValueError("can't optimize a non-leaf Tensor: detach it first")
+            if "param_names" in group:
+                raise ValueError(
+                    "a parameter without a name cannot join a group of named parameters; use add_param_group"
+                )
+            group["params"].append(param)
+            try:
+                self._optimizer.step_params([param], [grad])
+            except BaseException:
+                group["params"].pop()
+                raise
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as :meth:`torch.optim.Optimizer.add_param_group`."""
@@ -116,12 +114,12 @@ class FunctionalOptimizer:
             self._optimizer.init_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch.optim's format; the optimizer class loads it, and the other way round."""
+        """In torch.optim's format: the optimizer class loads it, and this class loads that of the optimizer."""
         with _updating:
             return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state dict of this or of the optimizer class."""
+        """Continue from a state dict of this class or of the optimizer class."""
         with _updating:
             self._optimizer.load_state_dict(state_dict)
 

@@ -1,9 +1,22 @@
-"""The drop-in optimizers: torch.optim's arguments, keys and behaviour, and Lion."""
+"""The drop-in optimizers: torch.optim's arguments, keys and behaviour, and Lion.
+
+This file is the list of rules: exports, tests and docs pages follow from it.
+"""
 
 from __future__ import annotations
 
-from offbeat import rules
 from offbeat.optim.base import RuleOptimizer
+from offbeat.rules.adadelta import ADADELTA
+from offbeat.rules.adagrad import ADAGRAD
+from offbeat.rules.adam import ADAM, ADAMW
+from offbeat.rules.adamax import ADAMAX
+from offbeat.rules.asgd import ASGD as ASGD_RULE
+from offbeat.rules.lion import LION
+from offbeat.rules.nadam import NADAM
+from offbeat.rules.radam import RADAM
+from offbeat.rules.rmsprop import RMSPROP
+from offbeat.rules.rprop import RPROP
+from offbeat.rules.sgd import SGD as SGD_RULE
 
 __all__ = [
     "ASGD",
@@ -21,25 +34,25 @@ __all__ = [
 ]
 
 
-class SGD(RuleOptimizer, rule=rules.SGD): ...
+class SGD(RuleOptimizer, rule=SGD_RULE): ...
 
 
-class Adam(RuleOptimizer, rule=rules.ADAM): ...
+class Adam(RuleOptimizer, rule=ADAM): ...
 
 
-class AdamW(Adam, rule=rules.ADAMW): ...
+class AdamW(Adam, rule=ADAMW): ...
 
 
-class Adamax(RuleOptimizer, rule=rules.ADAMAX): ...
+class Adamax(RuleOptimizer, rule=ADAMAX): ...
 
 
-class NAdam(RuleOptimizer, rule=rules.NADAM): ...
+class NAdam(RuleOptimizer, rule=NADAM): ...
 
 
-class RAdam(RuleOptimizer, rule=rules.RADAM): ...
+class RAdam(RuleOptimizer, rule=RADAM): ...
 
 
-class Adagrad(RuleOptimizer, rule=rules.ADAGRAD):
+class Adagrad(RuleOptimizer, rule=ADAGRAD):
     def share_memory(self) -> None:
         """Move the sums of squares into shared memory, for several processes that train one model."""
         for group in self.param_groups:
@@ -47,16 +60,16 @@ class Adagrad(RuleOptimizer, rule=rules.ADAGRAD):
                 self.state[p]["sum"].share_memory_()
 
 
-class Adadelta(RuleOptimizer, rule=rules.ADADELTA): ...
+class Adadelta(RuleOptimizer, rule=ADADELTA): ...
 
 
-class RMSprop(RuleOptimizer, rule=rules.RMSPROP): ...
+class RMSprop(RuleOptimizer, rule=RMSPROP): ...
 
 
-class Rprop(RuleOptimizer, rule=rules.RPROP): ...
+class Rprop(RuleOptimizer, rule=RPROP): ...
 
 
-class ASGD(RuleOptimizer, rule=rules.ASGD): ...
+class ASGD(RuleOptimizer, rule=ASGD_RULE): ...
 
 
-class Lion(RuleOptimizer, rule=rules.LION): ...
+class Lion(RuleOptimizer, rule=LION): ...

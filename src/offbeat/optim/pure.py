@@ -5,18 +5,20 @@ For :mod:`torch.func`, for learning through the update, and for ``torch.compile(
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
+from offbeat._torch import pytree
+from offbeat.engine.loop import evaluate
+from offbeat.engine.options import hyperparameters
+from offbeat.engine.scalars import TensorArithmetic, wide_dtype, work_out
+from offbeat.engine.tensors import compute_dtype
 from offbeat.errors import GradientError
 from offbeat.optim.lookup import rule_class
-from offbeat.optim.settings import hyperparameters
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
-from offbeat.tiers.layout import compute_dtype
-from offbeat.tiers.loop import evaluate
 
 __all__ = ["PureOptimizer", "as_pure"]
 
@@ -50,7 +52,7 @@ class PureOptimizer:
             raise TypeError(
                 f"as_pure({rule.name}) does not take {', '.join(refused)}; it takes {', '.join([*known, 'maximize'])}"
             )
-        options = {**FLAGS, **known, **hyper, **rule.fixed}
+        options = {**FLAGS, **known, **hyper, **rule.surface.fixed}
         rule.validate(options)
         self.rule = rule
         self.options: dict[str, Any] = {**options, "differentiable": True}
@@ -122,20 +124,16 @@ class PureOptimizer:
             )
         keys = [slot.key for slot in slots if not slot.scalar]
         stored = {slot.key: state[slot.key] for slot in slots if slot.scalar}
-        stored["step"] = stored["step"] + 1
-        # In double precision where the device has it, as an optimizer does it on the host.
-        wide = torch.float32 if p.device.type in ("mps", "xla") else torch.float64
-        s = Values(**{key: t.to(wide) for key, t in stored.items()})
-        new = {key: torch.as_tensor(value, device=p.device) for key, value in self.rule.advance(h, s).items()}
-        if self.rule.advance_first:
-            s.set(**new)
-        advanced = {key: value.to(stored[key].dtype) for key, value in new.items()}
-        coefficients = self.rule.coefficients(h, s)
+        before = stored | {"step": stored["step"].to(wide_dtype(p.device))}
+        arithmetic = TensorArithmetic({key: t.dtype for key, t in stored.items()}, p.device)
+        # init() has given late state its value: hyperparameters cannot change between it and the first step.
+        numbers = work_out(self.rule, h, [replace(slot, late=False) for slot in slots], before, arithmetic, first=False)
+        advanced = {key: value.to(stored[key].dtype) for key, value in numbers.stored.items()}
         tensors = [p, g, *(state[key] for key in keys)]
         if p.is_complex():
             tensors = [torch.view_as_real(t) for t in tensors]
-        scalars = {**coefficients, **self.rule.structure(h)}
-        values = evaluate(self.rule.update, ("p", "g", *keys), tensors, scalars, compute_dtype(tensors))
+        scalars = {**numbers.coefficients, **self.rule.structure(h)}
+        values = evaluate(self.rule.apply, ("p", "g", *keys), tensors, scalars, compute_dtype(tensors))
         results = [v.to(t.dtype) for v, t in zip(values, [tensors[0], *tensors[2:]], strict=True)]
         if p.is_complex():
             results = [torch.view_as_complex(t) for t in results]

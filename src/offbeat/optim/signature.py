@@ -6,7 +6,7 @@ import inspect
 import sys
 from typing import Any
 
-from offbeat.optim.precision import precision_options
+from offbeat.engine.precision import precision_options
 from offbeat.rules.rule import FLAGS, Rule
 
 __all__ = ["describe", "signature"]
@@ -17,12 +17,12 @@ _FLAG_DOCS = {
     "capturable": "keep every number on the device, so that a step can be captured in a graph",
     "differentiable": "let autograd see the step",
     "state_dtype": (
-        "what state is kept in: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded by chance, so "
-        "that it is right on average), or '8bit' (blocks of 256 elements share a scale)"
+        "how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded stochastically, "
+        "so that it is right on average), or '8bit' (blocks of 256 elements share a scale)"
     ),
     "rounding": (
-        "of bfloat16 parameters: None rounds to the nearest, 'stochastic' up or down by chance so that it is right on "
-        "average, 'kahan' keeps what rounding took away in a second tensor"
+        "how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it is right "
+        "on average, 'kahan' to nearest with the rounding error kept in a second tensor"
     ),
     "fused": "True runs the fused tier or raises, False forbids it; None leaves the choice to the library",
 }
@@ -32,12 +32,11 @@ def signature(rule: Rule) -> inspect.Signature:
     """torch.optim's signature: hyperparameters by position or keyword, most flags by keyword only."""
     parameter = inspect.Parameter
     either, keyword = parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY
-    # torch.optim takes this one by keyword in Adam and by position elsewhere.
-    only = {"decoupled_weight_decay"} if rule.name == "Adam" else set()
+    only, surface = rule.surface.keyword_only, rule.surface
     parts = [parameter("params", either)]
     parts += [parameter(h.name, either, default=h.default) for h in rule.hyper if h.name not in only]
-    parts += [parameter(name, either, default=FLAGS[name]) for name in rule.positional]
-    parts += [parameter(name, keyword, default=FLAGS[name]) for name in rule.flags if name not in rule.positional]
+    parts += [parameter(name, either, default=FLAGS[name]) for name in surface.positional]
+    parts += [parameter(name, keyword, default=FLAGS[name]) for name in surface.flags if name not in surface.positional]
     parts += [parameter(h.name, keyword, default=h.default) for h in rule.hyper if h.name in only]
     parts += [parameter(name, keyword, default=None) for name in precision_options(rule)]
     return inspect.Signature(parts)
@@ -49,7 +48,7 @@ def describe(rule: Rule, cls: type) -> str:
     lines = [inspect.cleandoc(rule.update.__doc__ or module.__doc__ or rule.name), "", "Args:"]
     lines.append("    params: parameters, named parameters, or dictionaries that define groups.")
     lines += [f"    {h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
-    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.flags]
+    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
     lines += [f"    {name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
     lines += ["", "Example:"]
     library = cls.__module__.startswith("offbeat.")

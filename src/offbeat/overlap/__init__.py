@@ -1,6 +1,7 @@
-"""WHEN an update is executed: inside backward."""
+"""When parameters are updated: during backward."""
 
+from offbeat.overlap.checks import ReadsGradients
 from offbeat.overlap.handle import Overlap, overlap
 from offbeat.overlap.registry import OverlappedOptimizer, register_overlapped
 
-__all__ = ["Overlap", "OverlappedOptimizer", "overlap", "register_overlapped"]
+__all__ = ["Overlap", "OverlappedOptimizer", "ReadsGradients", "overlap", "register_overlapped"]

@@ -1,11 +1,11 @@
-r"""Clipping by norm, bucket by bucket, without asking the device for a number.
+r"""Clipping by norm, bucket by bucket, without waiting for the device.
 
-With :math:`c` the largest norm allowed, gradients are multiplied by :math:`\min(1, c / (n + 10^{-6}))` as in
-:func:`torch.nn.utils.clip_grad_norm_`. What :math:`n` is, is the mode:
+As in :func:`torch.nn.utils.clip_grad_norm_`, gradients are multiplied by :math:`\min(1, c / (n + 10^{-6}))`, where
+:math:`c` is the largest norm allowed. The mode decides which norm :math:`n` is:
 
-- ``exact``: the norm of all gradients of the step. It is known when the last has arrived, so updates wait until then.
-- ``previous``: the norm of all gradients of the step before. The first step is exact.
-- ``bucket``: for each bucket its own norm.
+- ``exact``: the norm of all gradients of the step. Updates wait until the last gradient has arrived.
+- ``previous``: the norm of all gradients of the previous step. The first step is exact.
+- ``bucket``: the norm of each bucket.
 """
 
 from __future__ import annotations
@@ -17,26 +17,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.optim.gradients import is_dtensor, local
+from offbeat._torch import foreach_mul_, foreach_norm, version_of
+from offbeat.engine.tensors import is_dtensor, local
 
-__all__ = ["MODES", "Clipping", "Shards", "shard_groups"]
+__all__ = ["MODES", "Clipping", "Shards", "multiply", "shard_groups"]
 
 MODES = ("exact", "previous", "bucket")
 
-#: By parameter: the groups of ranks that hold its other shards.
+#: By id of a parameter, the process groups that hold its other shards.
 Shards = dict[int, tuple[Any, ...]]
 
 
 def shard_groups(param: Tensor) -> tuple[Any, ...]:
-    """The process groups whose ranks hold the other parts of a distributed parameter; nothing for others."""
+    """The process groups whose ranks hold the other shards of a parameter; empty if it is not a DTensor."""
     if not is_dtensor(param):
         return ()
     mesh, placements = param.device_mesh, param.placements  # type: ignore[attr-defined]
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
 
 
+def multiply(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply gradients in place by a 0-d tensor."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for g in map(local, grads):
+        kinds.setdefault((g.device, g.dtype), []).append(g)
+    for (device, _), some in kinds.items():
+        foreach_mul_(some, coefficient.to(device))
+
+
 class Clipping:
-    """The norms of one step as they come in, and what gradients are multiplied with.
+    """Collects the norms of a step and computes the coefficients that gradients are multiplied by.
 
     Attributes:
         last: the norm of the last finished step, a 0-d tensor, or None before the first.
@@ -45,8 +55,8 @@ class Clipping:
     def __init__(self, limit: float, mode: str) -> None:
         self.limit, self.mode = limit, mode
         self.last: Tensor | None = None
-        self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, its gradient and its version
-        self._coefficients: dict[int, Tensor] = {}  # by parameter: that of its bucket
+        self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, gradient and its version
+        self._coefficients: dict[int, Tensor] = {}  # by parameter: the coefficient of its bucket
 
     @property
     def waits(self) -> bool:
@@ -54,54 +64,50 @@ class Clipping:
         return self.mode == "exact" or (self.mode == "previous" and self.last is None)
 
     def measure(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Take down the norms of a bucket's gradients."""
+        """Compute the norms of a bucket's gradients."""
         kinds: dict[Any, list[int]] = {}
         parts = [local(g) for g in grads]
         for i, g in enumerate(parts):
             kinds.setdefault((g.device, g.dtype), []).append(i)
         result: dict[int, Tensor] = {}
         for index in kinds.values():
-            result.update(zip(index, torch._foreach_norm([parts[i] for i in index]), strict=True))
+            result.update(zip(index, foreach_norm([parts[i] for i in index]), strict=True))
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            self._norms[id(p)] = (result[i], g, g._version)
+            self._norms[id(p)] = (result[i], g, version_of(g))
 
     def moved(self, param: Tensor) -> None:
-        """A measured gradient lies in ``.grad`` now, unchanged."""
+        """Called when a measured gradient was copied into ``.grad`` without a change."""
         if id(param) in self._norms and not self._is_stepped(param) and param.grad is not None:
-            self._norms[id(param)] = (self._norms[id(param)][0], param.grad, param.grad._version)
+            self._norms[id(param)] = (self._norms[id(param)][0], param.grad, version_of(param.grad))
 
     def forget_gradients(self, params: Sequence[Tensor]) -> None:
-        """Keep the norms but not the gradients of parameters that have been stepped."""
+        """Keep the norms but not the gradients of parameters that have been updated."""
         for p in params:
             norm, *_ = self._norms[id(p)]
             self._norms[id(p)] = (norm, norm, -1)
 
     def weigh_bucket(self, params: Sequence[Tensor], shards: Shards) -> None:
-        """Work out what a measured bucket is multiplied with, for whoever of it is updated now or later."""
+        """Compute the coefficient of a measured bucket, for those of its parameters that are updated now or later."""
         if self.mode == "bucket":
             coefficient = self._coefficient(self._total(params, params, shards))
             self._coefficients.update((id(p), coefficient) for p in params)
 
     def coefficient_of(self, params: Sequence[Tensor]) -> Tensor:
-        """What gradients of a bucket are multiplied with, for the modes that do not wait."""
+        """The coefficient of parameters of one bucket, in the modes that do not wait."""
         return self._coefficients[id(params[0])] if self.mode == "bucket" else self._coefficient(self.last)
 
-    def clip_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Multiply gradients of a bucket."""
-        self._multiply(grads, self.coefficient_of(params))
-
     def finish(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards, *, counts: bool) -> None:
-        """Close the step: work out the norm of all its gradients, and clip those of the parameters ``left``.
+        """End the step: compute the norm of all its gradients, and clip the gradients of the parameters ``left``.
 
         Args:
             everyone: all parameters, in the order in which norms are added up.
-            left: those not stepped yet, whose gradients lie in ``.grad``.
-            shards: by parameter, the groups of ranks that hold its other shards.
-            counts: whether this was a step of training, to be remembered as the last.
+            left: those that have not been updated, with their gradients in ``.grad``.
+            shards: by id of a parameter, the process groups that hold its other shards.
+            counts: whether backward has run in this step, so that its norm is to be kept as the last.
         """
         stale = [p for p in left if not self._is_fresh(p)]
         self.measure(stale, [p.grad for p in stale if p.grad is not None])
-        # What DDP found unused on all ranks was measured as zero, and has no gradient after all.
+        # A parameter that DDP found unused on all ranks was measured as zero, and has no gradient after all.
         waiting = {id(p) for p in left}
         counted = [p for p in everyone if id(p) in waiting or self._is_stepped(p)]
         total = self._total(counted, everyone, shards)
@@ -109,14 +115,14 @@ class Clipping:
             changed = {id(p) for p in stale}
             weighed = [p for p in left if id(p) in self._coefficients and id(p) not in changed]
             for coefficient, some in _by_coefficient(weighed, self._coefficients):
-                self._multiply([p.grad for p in some if p.grad is not None], coefficient)
+                multiply([p.grad for p in some if p.grad is not None], coefficient)
             here = {id(p) for p in weighed}
             left = [p for p in left if id(p) not in here]
             norm = self._total(left, everyone, shards)
         else:
             norm = total if self.waits else self.last
         if left:
-            self._multiply([p.grad for p in left if p.grad is not None], self._coefficient(norm))
+            multiply([p.grad for p in left if p.grad is not None], self._coefficient(norm))
         self.drop()
         if counts and total is not None:
             self.last = total
@@ -130,27 +136,20 @@ class Clipping:
 
     def _is_fresh(self, p: Tensor) -> bool:
         found = self._norms.get(id(p))
-        return found is not None and found[1] is p.grad and p.grad is not None and found[2] == p.grad._version
+        return found is not None and found[1] is p.grad and p.grad is not None and found[2] == version_of(p.grad)
 
     def _coefficient(self, norm: Tensor | None) -> Tensor:
         assert norm is not None
         return torch.clamp(self.limit / (norm + 1e-6), max=1.0)
 
-    def _multiply(self, grads: Sequence[Tensor], coefficient: Tensor) -> None:
-        kinds: dict[Any, list[Tensor]] = {}
-        for g in map(local, grads):
-            kinds.setdefault((g.device, g.dtype), []).append(g)
-        for (device, _), some in kinds.items():
-            torch._foreach_mul_(some, coefficient.to(device))
-
     def _total(self, measured: Sequence[Tensor], everyone: Sequence[Tensor], shards: Shards) -> Tensor | None:
-        """The norm of all gradients measured, across the ranks that hold shards of ``everyone``.
+        """The norm of all measured gradients, across the ranks that hold shards of ``everyone``.
 
-        Which ranks add up is decided by the parameters, never by who has a gradient: a rank without one takes part.
+        The parameters decide which ranks take part, not the gradients: a rank without a gradient takes part too.
         """
         found = [p for p in measured if id(p) in self._norms]
         classes = list(dict.fromkeys(shards[id(p)] for p in everyone if shards[id(p)]))
-        if not classes:  # as torch.nn.utils.get_total_norm adds up, to the bit
+        if not classes:  # bit for bit as torch.nn.utils.get_total_norm
             norms = [self._norms[id(p)][0] for p in found]
             return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), 2.0) if norms else None
         squares = []

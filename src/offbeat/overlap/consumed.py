@@ -1,38 +1,40 @@
-"""What stands in ``.grad`` once a gradient has been used and freed: something that cannot be mistaken for one.
+"""The placeholder in ``.grad`` once a gradient has been used and freed.
 
-None would not do. ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` pass over parameters without a gradient in
-silence, and a second backward would start from nothing. This takes no memory and raises when it is touched.
+None would not do: ``torch.nn.utils.clip_grad_norm_`` and ``GradScaler`` silently skip parameters without a gradient,
+and a second backward pass would start from nothing. The placeholder takes no memory and raises when it is used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["ConsumedGradient"]
+from offbeat import _torch
+
+__all__ = ["ConsumedGradient", "Placeholders", "receive", "settle"]
 
 _MESSAGE = (
-    "the gradient of this parameter was used and freed by offbeat.overlap during backward(), so {what} cannot work any "
-    "more. Before the next backward() call optimizer.zero_grad(). To run several backward passes before a step, "
-    "announce them with accumulate= or `with handle.accumulate():`. To clip by norm, give overlap(..., clip_norm=); to "
+    "the gradient of this parameter was used and freed by offbeat.overlap during backward(), so {what} is not possible "
+    "any more. Call optimizer.zero_grad() before the next backward(). To run several backward passes before a step, "
+    "announce them with accumulate= or `with handle.accumulate():`. To clip by norm, use overlap(..., clip_norm=); to "
     "scale the loss, overlap(..., scaler=); to read gradients, call handle.remove() and step after backward. With "
-    "checkpoint() use use_reentrant=False"
+    "checkpoint(), use use_reentrant=False"
 )
-_ZERO = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 _ADD = torch.ops.aten.add_.Tensor
 
 
 class ConsumedGradient(Tensor):
-    """Stands where a gradient was. Reading its shape, dtype and device works; everything else raises.
+    """Takes the place of a gradient. Its shape, dtype and device can be read; everything else raises.
 
-    Except that it can be set to zero, as ``zero_grad(set_to_none=False)`` does. It then stands for zeros without having
-    the memory, until a gradient is added to it.
+    It can be set to zero, as ``zero_grad(set_to_none=False)`` does. It then stands for zeros without allocating them,
+    until a gradient is added to it.
 
     Attributes:
         is_zero: whether it has been set to zero.
-        added: the gradient that was added since.
+        added: the gradient that has been added since.
     """
 
     is_zero: bool
@@ -40,22 +42,20 @@ class ConsumedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor) -> ConsumedGradient:
-        """One of a parameter's shape, dtype and device."""
-        made: ConsumedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, dtype=param.dtype, device=param.device
-        )
+        """Make one with the shape, dtype and device of a parameter."""
+        made: ConsumedGradient = _torch.shape_only(cls, param)
         made.renew()
         return made
 
     def renew(self) -> None:
-        """Stand for a gradient that has been used just now."""
+        """Stand for a gradient that has just been used."""
         self.is_zero, self.added = False, None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = _torch.no_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in _ZERO:
+        if func in _torch.ZERO_OPERATORS:
             for one in args[0] if isinstance(args[0], (list, tuple)) else [args[0]]:
                 if isinstance(one, ConsumedGradient):
                     one.is_zero, one.added = True, None
@@ -64,15 +64,80 @@ class ConsumedGradient(Tensor):
             return args[0]
         first = args[0] if args else None
         if func is _ADD and isinstance(first, ConsumedGradient) and first.is_zero and not isinstance(args[1], cls):
-            # Zeros plus it, to the sign of a zero.
+            # Adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would.
             first.added = args[1] + 0.0 if first.added is None else first.added + args[1]
             return first
         raise RuntimeError(_MESSAGE.format(what=func))
 
-    @property
-    def _local_tensor(self) -> NoReturn:
-        """FSDP2 adds to the shard in here."""
-        raise RuntimeError(_MESSAGE.format(what="adding to it"))
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _no_shard(gradient: ConsumedGradient) -> NoReturn:
+    raise RuntimeError(_MESSAGE.format(what="adding to it"))
+
+
+# FSDP2 would add to this shard.
+setattr(ConsumedGradient, _torch.LOCAL_TENSOR, property(_no_shard))
+
+
+def receive(p: Tensor) -> None:
+    """Put a gradient that was added to a zeroed placeholder into ``p.grad``."""
+    if isinstance(p.grad, ConsumedGradient) and p.grad.added is not None:
+        p.grad = p.grad.added
+
+
+def settle(params: Iterable[Tensor]) -> None:
+    """Replace zeroed placeholders by zeros. Raises for a placeholder that was not zeroed."""
+    for p in params:
+        if isinstance(p.grad, ConsumedGradient):
+            if not p.grad.is_zero:
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} is from an earlier step, which used and "
+                    "freed it, and it would be used again; call optimizer.zero_grad() after every step"
+                )
+            p.grad = torch.zeros_like(p)
+
+
+class Placeholders:
+    """The placeholders of one optimizer's parameters, kept to be put in place again in every step."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, ConsumedGradient] = {}
+        self._placed: set[int] = set()
+
+    def place(self, params: Iterable[Tensor]) -> None:
+        """Free these gradients and put placeholders into ``.grad``."""
+        for p in params:
+            placeholder = self._made.get(id(p))
+            if placeholder is None:
+                placeholder = self._made[id(p)] = ConsumedGradient(p)
+            placeholder.renew()
+            try:
+                p.grad = placeholder
+            except RuntimeError:  # the parameter's shape or dtype has changed
+                p.grad = self._made[id(p)] = ConsumedGradient(p)
+            self._placed.add(id(p))
+
+    def check(self, stepped: Mapping[int, Tensor]) -> None:
+        """Raise if a placeholder that was put into ``.grad`` in this step is not there any more.
+
+        Args:
+            stepped: the parameters that have been updated in this step, by id.
+        """
+        for key in self._placed:
+            p = stepped.get(key)
+            if p is not None and (p.grad is not self._made[key] or self._made[key].is_zero):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was replaced or cleared between backward() "
+                    "and step(), but the parameter has already been updated with it, which cannot be undone. Change "
+                    "gradients during backward, with hooks on tensors; call handle.reset() to continue from here"
+                )
+
+    def begin_step(self) -> None:
+        """Forget which placeholders are in place."""
+        self._placed.clear()
+
+    def keep(self, ids: set[int]) -> None:
+        """Forget the placeholders of all other parameters."""
+        self._made = {key: one for key, one in self._made.items() if key in ids}

@@ -1,4 +1,4 @@
-"""Hooks on modules that stay with the module they were put on."""
+"""Hooks on modules that are not copied with the module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["ModuleHook"]
 
 
 class ModuleHook:
-    """A hook on a module that a copy of the module, pickled or not, does not have."""
+    """A hook on a module. Copies of the module, by ``deepcopy`` or ``pickle``, get a hook that does nothing."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return _nothing
@@ -22,4 +22,4 @@ def _get_nothing() -> Any:
 
 
 def _nothing(*args: Any) -> None:
-    """What copies get."""
+    """The hook of copies."""

@@ -1,8 +1,8 @@
-"""Loss scaling: gradients are unscaled bucket by bucket, and the scaler decides as ever.
+"""Loss scaling: gradients are unscaled bucket by bucket, and the scaler decides whether to skip the step.
 
-Whether a step may happen is known when the last gradient has been looked at, so updates wait until then. The
-scaler's ``unscale_`` is asked for this optimizer as it is for any other, by the user or by ``scaler.step``; for
-an overlapped one the answer is there already.
+A step is skipped if any gradient is not finite, so updates wait until all gradients have been unscaled. The user or
+``scaler.step`` calls the scaler's ``unscale_``, as without overlap. For an overlapped optimizer it does not unscale
+again; it only reports whether a gradient was not finite.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from offbeat.optim.gradients import local
+from offbeat import _torch
+from offbeat.engine.tensors import local
 
 __all__ = ["Scaling", "unscale"]
 
 
 class Scaling:
-    """One overlapped optimizer under a :class:`torch.amp.GradScaler`.
+    """Unscales the gradients of one overlapped optimizer for a :class:`torch.amp.GradScaler`.
 
     Args:
-        finish: unscales what no bucket brought, and makes ranks agree.
+        finish: a bound method that unscales gradients that were in no bucket, and makes ranks agree.
     """
 
     def __init__(self, scaler: Any, optimizer: Optimizer, finish: Callable[[], None]) -> None:
@@ -36,35 +36,37 @@ class Scaling:
         self._found: dict[torch.device, Tensor] = {}
         self._inverse: Tensor | None = None
         self._states: Any = None
-        self._done: dict[int, tuple[Tensor, int]] = {}  # by parameter: its gradient and its version, unscaled
-        self._had_amp = vars(optimizer).get("_step_supports_amp_scaling")
-        _Unscale.of(scaler).answers[id(optimizer)] = self
+        self._done: dict[int, tuple[Tensor, int]] = {}  # by parameter: its unscaled gradient and the version
+        self._had_amp = _torch.own_mark(optimizer)
+        _Unscale.of(scaler).scalings.add(self)
 
     @property
     def is_finished(self) -> bool:
-        """Whether the scaler has asked since the last step."""
+        """Whether the scaler has called ``unscale_`` in this step."""
         return self._states is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether ``scaler.update()`` has been called since: a step that was skipped is behind us."""
-        return self.is_finished and self.scaler._per_optimizer_states is not self._states
+        """Whether ``scaler.update()`` has been called since then: the step has been skipped."""
+        return self.is_finished and _torch.scaler_states(self.scaler) is not self._states
 
     def begin(self) -> None:
-        """Before the first gradient of a step."""
+        """Called before the first gradient of a step is unscaled."""
         optimizer = self._optimizer()
-        if optimizer is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
-            # Gradients are unscaled before the step sees them, so the scaler must not leave that to the step.
-            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-        if self.scaler._scale is None:
+        if optimizer is not None and _torch.takes_scaled_gradients(optimizer):
+            # The scaler must not leave unscaling to the optimizer's step: gradients are unscaled before it.
+            _torch.mark_scaled(optimizer, False)
+        scale = _torch.scale_of(self.scaler)
+        if scale is None:
             raise RuntimeError(
-                "a gradient arrived, but overlap()'s scaler has not scaled anything; call scaler.scale(loss).backward()"
+                "backward() ran without scaling the loss, but overlap() was given a scaler; call "
+                "scaler.scale(loss).backward()"
             )
-        # As GradScaler.unscale_ does it, to the bit.
-        self._inverse = self.scaler._scale.double().reciprocal().float()
+        # Bit for bit as in GradScaler.unscale_.
+        self._inverse = scale.double().reciprocal().float()
 
     def unscale(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Divide gradients by the scale, and look for numbers that are not finite."""
+        """Divide gradients by the scale, and note whether one is not finite."""
         if self._inverse is None:
             self.begin()
         assert self._inverse is not None
@@ -72,31 +74,35 @@ class Scaling:
             found = self._found.get(device)
             if found is None:
                 found = self._found[device] = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(some, found, self._inverse.to(device))
-        self._done.update((id(p), (g, g._version)) for p, g in zip(params, grads, strict=True))
+            _torch.unscale_tensors(some, found, self._inverse.to(device))
+        self._done.update((id(p), (g, _torch.version_of(g))) for p, g in zip(params, grads, strict=True))
 
     def moved(self, p: Tensor) -> None:
-        """An unscaled gradient lies in ``.grad`` now, unchanged."""
+        """Called when an unscaled gradient was copied into ``.grad`` without a change."""
         if id(p) in self._done and p.grad is not None:
-            self._done[id(p)] = (p.grad, p.grad._version)
+            self._done[id(p)] = (p.grad, _torch.version_of(p.grad))
 
     def check(self, params: Sequence[Tensor]) -> None:
-        """Raise if an unscaled gradient is not what it was: whoever changed it took it for a scaled one."""
+        """Raise if an unscaled gradient was changed: the user expected it to be still scaled."""
         for p in params:
             found = self._done.get(id(p))
-            if found is not None and p.grad is not None and (found[0] is not p.grad or found[1] != p.grad._version):
+            if (
+                found is not None
+                and p.grad is not None
+                and (found[0] is not p.grad or found[1] != _torch.version_of(p.grad))
+            ):
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and "
-                    "scaler.unscale_(), but overlap() unscales gradients during backward; change it after "
-                    "scaler.unscale_(optimizer), and call handle.reset() to drop this step"
+                    "scaler.unscale_(), but overlap() unscales gradients during backward; change gradients after "
+                    "scaler.unscale_(optimizer). Call handle.reset() to drop this step"
                 )
 
     def is_unscaled(self, p: Tensor) -> bool:
-        """Whether a bucket brought this parameter's gradient in this step."""
+        """Whether this parameter's gradient has been unscaled in this step."""
         return id(p) in self._done
 
     def agree(self, groups: Sequence[Any], device: torch.device) -> None:
-        """Have all ranks of these groups skip the step if one of them must."""
+        """Have all ranks of these process groups skip the step if one of them does."""
         if not groups:
             return
         found = self._found.setdefault(device, torch.zeros((), dtype=torch.float32, device=device))
@@ -107,52 +113,46 @@ class Scaling:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
 
     def found(self) -> bool:
-        """Whether a number was not finite, as the scaler would be told."""
+        """Whether a gradient of this step is not finite."""
         state: dict[str, Any] = {}
         self.answer(state)
         return any(bool(found.item()) for found in state["found_inf_per_device"].values())
 
-    def answer_for(self, wrapper: Optimizer) -> None:
-        """Answer the scaler's question about an optimizer that wraps this one, too."""
-        answers = _Unscale.of(self.scaler).answers
-        answers[id(wrapper)] = self
-        weakref.finalize(wrapper, answers.pop, id(wrapper), None).atexit = False
+    def is_for(self, optimizer: Optimizer) -> bool:
+        """Whether this is the overlapped optimizer, or a wrapper that shares its ``param_groups``."""
+        mine = self._optimizer()
+        return mine is not None and mine.param_groups is optimizer.param_groups
 
     def answer(self, state: dict[str, Any]) -> None:
-        """What ``GradScaler.unscale_`` has to leave behind."""
+        """Set a ``GradScaler``'s state of an optimizer as ``unscale_`` does."""
         finish = self._finish()
         if finish is not None:
             finish()
-        self._states = self.scaler._per_optimizer_states
+        self._states = _torch.scaler_states(self.scaler)
         state["found_inf_per_device"] = dict(self._found)
-        state["stage"] = OptState.UNSCALED
+        state["stage"] = _torch.scaler_stage("UNSCALED")
 
     def reset(self) -> None:
         """Begin a new step."""
         self._found, self._inverse, self._states, self._done = {}, None, None, {}
 
     def remove(self) -> None:
-        """Leave scaler and optimizer as they were."""
+        """Restore the scaler and the optimizer."""
         optimizer = self._optimizer()
         unscale = _Unscale.of(self.scaler)
-        for key, value in list(unscale.answers.items()):
-            if value is self:
-                del unscale.answers[key]
-        if not unscale.answers:
+        unscale.scalings.discard(self)
+        if not unscale.scalings:
             del self.scaler.unscale_
-        if optimizer is not None and "_step_supports_amp_scaling" in vars(optimizer):
-            if self._had_amp is None:
-                del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
-            else:
-                optimizer._step_supports_amp_scaling = self._had_amp  # type: ignore[attr-defined]
+        if optimizer is not None and _torch.own_mark(optimizer) is not None:
+            _torch.mark_scaled(optimizer, self._had_amp)
 
 
 def _by_kind(grads: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
-    """The numbers of gradients, by device and dtype."""
+    """The values of gradients, by device and dtype."""
     kinds: dict[Any, list[Tensor]] = {}
     for g in grads:
         part = local(g)
-        part = part._values() if part.layout == torch.sparse_coo else part
+        part = _torch.sparse_values(part) if part.layout == torch.sparse_coo else part
         kinds.setdefault((part.device, part.dtype), []).append(part)
     return kinds
 
@@ -162,23 +162,23 @@ def unscale(optimizer: Optimizer, scale: Tensor) -> None:
     """Divide all gradients of an optimizer by a scale, as ``GradScaler.unscale_`` does."""
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if any(g.dtype == torch.float16 for g in grads):
-        raise ValueError("Attempting to unscale FP16 gradients: keep parameters in float32 and use torch.autocast")
+        raise ValueError("Attempting to unscale FP16 gradients; keep parameters in float32 and use torch.autocast")
     inverse = scale.double().reciprocal().float()
     for (device, _), some in _by_kind(grads).items():
         ignored = torch.zeros((), dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(some, ignored, inverse.to(device))
+        _torch.unscale_tensors(some, ignored, inverse.to(device))
 
 
 class _Unscale:
-    """Stands before a scaler's ``unscale_`` and answers for overlapped optimizers."""
+    """Replaces a scaler's ``unscale_``, and answers it for overlapped optimizers."""
 
     def __init__(self, scaler: Any) -> None:
         self._scaler = weakref.ref(scaler)
-        self.answers: weakref.WeakValueDictionary[int, Scaling] = weakref.WeakValueDictionary()
+        self.scalings: weakref.WeakSet[Scaling] = weakref.WeakSet()
 
     @staticmethod
     def of(scaler: Any) -> _Unscale:
-        """The one that stands before this scaler, put there if need be."""
+        """That of this scaler, installed if it is not yet."""
         if not isinstance(vars(scaler).get("unscale_"), _Unscale):
             scaler.unscale_ = _Unscale(scaler)
         found: _Unscale = scaler.unscale_
@@ -193,12 +193,12 @@ class _Unscale:
     def __call__(self, optimizer: Optimizer) -> None:
         scaler = self._scaler()
         assert scaler is not None
-        scaling = self.answers.get(id(optimizer))
-        state = scaler._per_optimizer_states[id(optimizer)]
-        if scaling is None or not scaler.is_enabled() or state["stage"] is not OptState.READY:
+        scaling = next((one for one in self.scalings if one.is_for(optimizer)), None)
+        state = _torch.scaler_states(scaler)[id(optimizer)]
+        if scaling is None or not scaler.is_enabled() or state["stage"] is not _torch.scaler_stage("READY"):
             type(scaler).unscale_(scaler, optimizer)
         else:
-            scaler._check_scale_growth_tracker("unscale_")
+            _torch.check_scale(scaler, "unscale_")
             scaling.answer(state)
 
 
@@ -208,5 +208,6 @@ def _refuse_copy() -> Any:
 
 def _copied(optimizer: Optimizer) -> None:
     raise RuntimeError(
-        "this GradScaler is a copy of one that offbeat.overlap() was given; make a new one and load its state_dict()"
+        "this GradScaler is a copy of one that was passed to offbeat.overlap(); create a new one and load its "
+        "state_dict()"
     )

@@ -15,19 +15,19 @@ from typing import Any
 from offbeat.rules.checks import eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
     return {"lr": h.lr, "rho": h.rho, "rest": 1 - h.rho, "eps": h.eps, "weight_decay": h.weight_decay}
 
 
-def adadelta(p, g, square_avg, acc_delta, *, lr, rho, rest, eps, weight_decay, maximize, decay):  # type: ignore[no-untyped-def]
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
-    square_avg = rho * square_avg + rest * (g * g)
-    delta = sqrt(acc_delta + eps) / sqrt(square_avg + eps) * g
-    acc_delta = rho * acc_delta + rest * (delta * delta)
-    return p - lr * delta, square_avg, acc_delta
+def adadelta(p, g, square_avg, acc_delta, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    square_avg = c.rho * square_avg + c.rest * (g * g)
+    delta = sqrt(acc_delta + c.eps) / sqrt(square_avg + c.eps) * g
+    acc_delta = c.rho * acc_delta + c.rest * (delta * delta)
+    return p - c.lr * delta, square_avg, acc_delta
 
 
 ADADELTA = Rule(
@@ -42,5 +42,5 @@ ADADELTA = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=adadelta,
-    positional=("foreach",),
+    surface=Surface(positional=("foreach",)),
 )

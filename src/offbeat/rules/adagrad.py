@@ -13,26 +13,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from offbeat import _torch
 from offbeat.rules.checks import eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
     return {"weight_decay": h.weight_decay, "step_size": h.lr / (1 + (s.step - 1) * h.lr_decay), "eps": h.eps}
 
 
-def adagrad(p, g, sum, *, weight_decay, step_size, eps, maximize, decay):  # type: ignore[no-untyped-def]
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
+def adagrad(p, g, sum, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
     sum = sum + g * g
-    return p - step_size * (g / (sqrt(sum) + eps)), sum
+    return p - c.step_size * (g / (sqrt(sum) + c.eps)), sum
 
 
 def native(h: Values, step: Any, params: Any, grads: Any, state: dict[str, Any]) -> None:
-    torch._fused_adagrad_(
+    _torch.FUSED["adagrad"](
         params, grads, state["sum"], state["step"], lr=h.lr, lr_decay=h.lr_decay, weight_decay=h.weight_decay,
         eps=h.eps, maximize=h.maximize,
     )  # fmt: skip
@@ -58,8 +57,10 @@ ADAGRAD = Rule(
     coefficients=coefficients,
     update=adagrad,
     sparse=sparse,
-    eager_state=True,
-    flags=("maximize", "foreach", "differentiable", "fused"),
-    positional=("foreach",),
-    native=native,
+    surface=Surface(
+        flags=("maximize", "foreach", "differentiable", "fused"),
+        positional=("foreach",),
+        eager_state=True,
+        native=native if "adagrad" in _torch.FUSED else None,
+    ),
 )

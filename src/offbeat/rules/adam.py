@@ -17,13 +17,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from offbeat import _torch
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, weight_decay
 from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import maximum, sqrt
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def check(h: Values) -> None:
@@ -55,29 +55,26 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def adam(  # type: ignore[no-untyped-def]
-    p, g, exp_avg, exp_avg_sq, max_exp_avg_sq=None, *, weight_decay, remains, rest1, beta2, rest2, step_size,
-    correction2, eps, maximize, decay, shrink,
-):  # fmt: skip
-    p, g = decayed(
-        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
-    )  # fmt: skip
-    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
+def adam(p, g, exp_avg, exp_avg_sq, c, max_exp_avg_sq=None):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, c)
     if max_exp_avg_sq is None:
-        return p - step_size * (exp_avg / (sqrt(exp_avg_sq) / correction2 + eps)), exp_avg, exp_avg_sq
+        return p - c.step_size * (exp_avg / (sqrt(exp_avg_sq) / c.correction2 + c.eps)), exp_avg, exp_avg_sq
     max_exp_avg_sq = maximum(max_exp_avg_sq, exp_avg_sq)
-    p = p - step_size * (exp_avg / (sqrt(max_exp_avg_sq) / correction2 + eps))
+    p = p - c.step_size * (exp_avg / (sqrt(max_exp_avg_sq) / c.correction2 + c.eps))
     return p, exp_avg, exp_avg_sq, max_exp_avg_sq
 
 
 def native(h: Values, step: Any, params: Any, grads: Any, state: dict[str, Any]) -> None:
-    operator = torch._fused_adamw_ if h.decoupled_weight_decay else torch._fused_adam_
+    operator = _torch.FUSED["adamw" if h.decoupled_weight_decay else "adam"]
     operator(
         params, grads, state["exp_avg"], state["exp_avg_sq"], state.get("max_exp_avg_sq", []), state["step"],
         amsgrad=h.amsgrad, lr=h.lr, beta1=float(h.betas[0]), beta2=float(h.betas[1]), weight_decay=h.weight_decay,
         eps=h.eps, maximize=h.maximize,
     )  # fmt: skip
 
+
+NATIVE = native if {"adam", "adamw"} <= set(_torch.FUSED) else None
 
 ADAM = Rule(
     name="Adam",
@@ -95,8 +92,8 @@ ADAM = Rule(
     update=adam,
     check=check,
     sparse=lambda h: "does not support sparse gradients, please consider SparseAdam instead",
-    native=native,
     compact=True,
+    surface=Surface(keyword_only=("decoupled_weight_decay",), native=NATIVE),
 )
 
 ADAMW = replace(
@@ -107,5 +104,5 @@ ADAMW = replace(
         for one in ADAM.hyper
         if one.name != "decoupled_weight_decay"
     ),
-    fixed={"decoupled_weight_decay": True},
+    surface=Surface(fixed={"decoupled_weight_decay": True}, native=NATIVE),
 )

@@ -14,7 +14,7 @@ from typing import Any
 from offbeat.rules.checks import betas, eps, learning_rate, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -28,11 +28,11 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def adamax(p, g, exp_avg, exp_inf, *, weight_decay, rest1, beta2, step_size, eps, maximize, decay):  # type: ignore[no-untyped-def]
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
-    exp_avg = exp_avg + rest1 * (g - exp_avg)
-    exp_inf = maximum(beta2 * exp_inf, abs(g) + eps)
-    return p - step_size * (exp_avg / exp_inf), exp_avg, exp_inf
+def adamax(p, g, exp_avg, exp_inf, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    exp_avg = exp_avg + c.rest1 * (g - exp_avg)
+    exp_inf = maximum(c.beta2 * exp_inf, abs(g) + c.eps)
+    return p - c.step_size * (exp_avg / exp_inf), exp_avg, exp_inf
 
 
 ADAMAX = Rule(
@@ -47,5 +47,5 @@ ADAMAX = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=adamax,
-    positional=("foreach",),
+    surface=Surface(positional=("foreach",)),
 )

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from offbeat.rules.checks import anything, learning_rate, weight_decay
+from offbeat.rules.checks import anything, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def advance(h: Values, s: Values) -> dict[str, Any]:
@@ -32,18 +32,18 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     return {"remains": 1 - h.lambd * s.eta, "eta": s.eta, "mu": s.mu, "weight_decay": h.weight_decay}
 
 
-def asgd(p, g, ax, *, remains, eta, mu, weight_decay, maximize, decay):  # type: ignore[no-untyped-def]
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
-    p = remains * p - eta * g
-    return p, ax + mu * (p - ax)
+def asgd(p, g, ax, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    p = c.remains * p - c.eta * g
+    return p, ax + c.mu * (p - ax)
 
 
 ASGD = Rule(
     name="ASGD",
     hyper=(
         learning_rate(1e-2),
-        anything("lambd", 1e-4, "decay term"),
-        anything("alpha", 0.75, "power of the learning rate's decay"),
+        number("lambd", 1e-4, "decay term"),
+        number("alpha", 0.75, "power of the learning rate's decay"),
         anything("t0", 1e6, "step at which averaging starts"),
         weight_decay(0),
     ),
@@ -58,5 +58,5 @@ ASGD = Rule(
     advance_first=False,
     coefficients=coefficients,
     update=asgd,
-    positional=("foreach", "maximize", "differentiable", "capturable"),
+    surface=Surface(positional=("foreach", "maximize", "differentiable", "capturable")),
 )

@@ -1,4 +1,4 @@
-"""Pieces of maths that several rules share."""
+"""Maths that several rules share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["decayed", "decoupling", "moments", "plain_decay"]
 
 
 def plain_decay(h: Values) -> dict[str, bool]:
-    """The structure of a rule whose weight decay is part of the gradient."""
+    """The structure of a rule whose weight decay is added to the gradient."""
     return {"maximize": h.maximize, "decay": h.weight_decay != 0}
 
 
 def decoupling(h: Values) -> dict[str, bool]:
-    """The structure of a rule whose weight decay is part of the gradient or, decoupled, shrinks the parameter."""
+    """The structure of a rule whose weight decay is added to the gradient or, if decoupled, shrinks the parameter."""
     decay = h.weight_decay != 0
     return {
         "maximize": h.maximize,
@@ -24,19 +24,17 @@ def decoupling(h: Values) -> dict[str, bool]:
     }
 
 
-def decayed(
-    p: Any, g: Any, *, weight_decay: Any, maximize: bool, decay: bool, remains: Any = None, shrink: bool = False
-) -> tuple[Any, Any]:
-    """The parameter and the gradient after the choice of direction and weight decay."""
-    if maximize:
+def decayed(p: Any, g: Any, c: Values) -> tuple[Any, Any]:
+    """The parameter and the gradient after ``maximize`` and weight decay, as the structure in ``c`` says."""
+    if c.maximize:
         g = -g
-    if decay:
-        g = g + weight_decay * p
-    if shrink:
-        p = remains * p
+    if c.decay:
+        g = g + c.weight_decay * p
+    if vars(c).get("shrink"):
+        p = c.remains * p
     return p, g
 
 
-def moments(g: Any, exp_avg: Any, exp_avg_sq: Any, *, rest1: Any, beta2: Any, rest2: Any) -> tuple[Any, Any]:
+def moments(g: Any, exp_avg: Any, exp_avg_sq: Any, c: Values) -> tuple[Any, Any]:
     """Adam's running averages of the gradient and of its square."""
-    return exp_avg + rest1 * (g - exp_avg), beta2 * exp_avg_sq + rest2 * (g * g)
+    return exp_avg + c.rest1 * (g - exp_avg), c.beta2 * exp_avg_sq + c.rest2 * (g * g)

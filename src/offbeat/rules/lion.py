@@ -34,13 +34,13 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def lion(p, g, exp_avg, *, lr, remains, beta1, rest1, beta2, rest2, maximize, shrink):  # type: ignore[no-untyped-def]
-    if maximize:
+def lion(p, g, exp_avg, c):  # type: ignore[no-untyped-def]
+    if c.maximize:
         g = -g
-    if shrink:
-        p = remains * p
-    p = p - lr * sign(beta1 * exp_avg + rest1 * g)
-    return p, beta2 * exp_avg + rest2 * g
+    if c.shrink:
+        p = c.remains * p
+    p = p - c.lr * sign(c.beta1 * exp_avg + c.rest1 * g)
+    return p, c.beta2 * exp_avg + c.rest2 * g
 
 
 LION = Rule(

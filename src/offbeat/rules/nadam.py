@@ -43,16 +43,11 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def nadam(  # type: ignore[no-untyped-def]
-    p, g, exp_avg, exp_avg_sq, *, weight_decay, remains, rest1, beta2, rest2, correction2, eps, towards_gradient,
-    towards_average, maximize, decay, shrink,
-):  # fmt: skip
-    p, g = decayed(
-        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
-    )  # fmt: skip
-    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
-    denominator = sqrt(exp_avg_sq / correction2) + eps
-    return p - (towards_gradient * g + towards_average * exp_avg) / denominator, exp_avg, exp_avg_sq
+def nadam(p, g, exp_avg, exp_avg_sq, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, c)
+    denominator = sqrt(exp_avg_sq / c.correction2) + c.eps
+    return p - (c.towards_gradient * g + c.towards_average * exp_avg) / denominator, exp_avg, exp_avg_sq
 
 
 NADAM = Rule(

@@ -44,16 +44,11 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def radam(  # type: ignore[no-untyped-def]
-    p, g, exp_avg, exp_avg_sq, *, weight_decay, remains, rest1, beta2, rest2, eps, rectified, plain_size,
-    adaptive_size, maximize, decay, shrink,
-):  # fmt: skip
-    p, g = decayed(
-        p, g, weight_decay=weight_decay, maximize=maximize, decay=decay, remains=remains, shrink=shrink
-    )  # fmt: skip
-    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, rest1=rest1, beta2=beta2, rest2=rest2)
-    adaptive = adaptive_size * (exp_avg / (sqrt(exp_avg_sq) + eps))
-    return p - where(rectified > 0, adaptive, plain_size * exp_avg), exp_avg, exp_avg_sq
+def radam(p, g, exp_avg, exp_avg_sq, c):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, c)
+    adaptive = c.adaptive_size * (exp_avg / (sqrt(exp_avg_sq) + c.eps))
+    return p - where(c.rectified > 0, adaptive, c.plain_size * exp_avg), exp_avg, exp_avg_sq
 
 
 RADAM = Rule(

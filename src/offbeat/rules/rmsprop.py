@@ -16,7 +16,7 @@ from typing import Any
 from offbeat.rules.checks import boolean, eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def slots(h: Values) -> tuple[Slot, ...]:
@@ -36,20 +36,17 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def rmsprop(  # type: ignore[no-untyped-def]
-    p, g, square_avg, momentum_buffer=None, grad_avg=None, *, lr, alpha, rest, eps, momentum, weight_decay,
-    maximize, decay,
-):  # fmt: skip
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
-    square_avg = alpha * square_avg + rest * (g * g)
+def rmsprop(p, g, square_avg, c, momentum_buffer=None, grad_avg=None):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
+    square_avg = c.alpha * square_avg + c.rest * (g * g)
     variance = square_avg
     if grad_avg is not None:
-        grad_avg = grad_avg + rest * (g - grad_avg)
+        grad_avg = grad_avg + c.rest * (g - grad_avg)
         variance = square_avg - grad_avg * grad_avg
-    direction = g / (sqrt(variance) + eps)
+    direction = g / (sqrt(variance) + c.eps)
     if momentum_buffer is not None:
-        direction = momentum_buffer = momentum * momentum_buffer + direction
-    p = p - lr * direction
+        direction = momentum_buffer = c.momentum * momentum_buffer + direction
+    p = p - c.lr * direction
     return tuple(x for x in (p, square_avg, momentum_buffer, grad_avg) if x is not None)
 
 
@@ -67,5 +64,5 @@ RMSPROP = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=rmsprop,
-    positional=("capturable", "foreach", "maximize", "differentiable"),
+    surface=Surface(positional=("capturable", "foreach", "maximize", "differentiable")),
 )

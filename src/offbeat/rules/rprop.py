@@ -35,12 +35,13 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     return {"etaminus": h.etas[0], "etaplus": h.etas[1], "smallest": h.step_sizes[0], "largest": h.step_sizes[1]}
 
 
-def rprop(p, g, prev, step_size, *, etaminus, etaplus, smallest, largest, maximize):  # type: ignore[no-untyped-def]
-    if maximize:
+def rprop(p, g, prev, step_size, c):  # type: ignore[no-untyped-def]
+    if c.maximize:
         g = -g
     agreement = g * prev
-    step_size = where(agreement > 0, step_size * etaplus, where(agreement < 0, step_size * etaminus, step_size))
-    step_size = minimum(maximum(step_size, smallest), largest)
+    grown, shrunk = step_size * c.etaplus, step_size * c.etaminus
+    step_size = where(agreement > 0, grown, where(agreement < 0, shrunk, step_size))
+    step_size = minimum(maximum(step_size, c.smallest), c.largest)
     g = where(agreement < 0, 0.0, g)
     return p - sign(g) * step_size, g, step_size
 

@@ -1,18 +1,19 @@
 """What an update rule is: hyperparameters, state, the numbers that change each step, and the maths.
 
-A rule file fills in one :class:`Rule`. Nothing else in the library knows a rule by name: the tiers
-execute its ``update``, the optimizer classes and the functional form are made from it.
+A rule file fills in one :class:`Rule`. Nothing else in the library knows a rule by name: the engine executes its
+``update``, and the optimizer class and the functional forms are made from it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FLAGS", "PRECISION", "Hyper", "Rule", "Slot", "Values"]
+__all__ = ["FLAGS", "PRECISION", "Hyper", "Rule", "Slot", "Surface", "Values"]
 
-#: Options every optimizer understands, with the value a group has when a checkpoint does not name them.
+#: Options that every optimizer understands, with the value a group has if a checkpoint does not name them.
 FLAGS: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -21,23 +22,19 @@ FLAGS: dict[str, Any] = {
     "fused": None,
 }
 
-#: Options for how numbers are stored, known to groups that use them.
+#: Options for how numbers are stored. Only the groups that use them have them.
 PRECISION: dict[str, Any] = {"state_dtype": None, "rounding": None}
 
 
 class Values:
-    """Named values as attributes; ordinary enough for torch.compile to follow."""
+    """Named values as attributes, in a class simple enough for torch.compile to trace."""
 
     def __init__(self, **items: Any) -> None:
-        self.set(**items)
-
-    def set(self, **items: Any) -> None:
-        """Add or replace attributes."""
         for name, value in items.items():
             setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"there is no {name!r} here: only {sorted(self.__dict__)}")
+        raise AttributeError(f"there is no {name!r} here; there are: {', '.join(sorted(self.__dict__))}")
 
 
 @dataclass(frozen=True)
@@ -55,14 +52,14 @@ class Slot:
     """One entry of a parameter's state.
 
     Args:
-        key: the name in ``optimizer.state[p]``, torch.optim's own.
-        init: the value it starts from; a function of the hyperparameters where it depends on them.
-        scalar: a 0-d tensor (a counter, a running product) instead of a tensor like the parameter.
-        late: what it starts from depends on hyperparameters as they are at the first step, not when it was allocated.
-        positive: it is never negative, so that no bit need say so.
-        form: how it is stored: ``plain`` (as the parameter, or as a dtype of its own), or in one of the forms of
-            :mod:`offbeat.tiers.codec`; ``scales`` are what an 8-bit entry needs besides.
-        dtype: the dtype it is stored in; None for the parameter's.
+        key: the name in ``optimizer.state[p]``, the one torch.optim uses.
+        init: the initial value; a function of the hyperparameters if it depends on them.
+        scalar: the entry is one number (a step counter, a running product), not a tensor like the parameter.
+        late: the initial value depends on the hyperparameters at the first step, not on those at allocation.
+        positive: the entry is never negative, so 8-bit storage needs no sign bit.
+        form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.codec`. ``scales`` are
+            the scales that belong to an 8-bit entry.
+        dtype: the dtype the entry is stored in; None stands for the parameter's.
     """
 
     key: str
@@ -74,56 +71,63 @@ class Slot:
     dtype: Any = None
 
     def initial(self, h: Values) -> Any:
-        """The starting value under the hyperparameters ``h``."""
+        """The initial value under the hyperparameters ``h``."""
         return self.init(h) if callable(self.init) else self.init
 
 
-def _nothing(h: Values) -> None:
-    """No rule across hyperparameters."""
-
-
-def _same(h: Values, s: Values) -> dict[str, Any]:
-    """No stored scalar but the step."""
-    return {}
-
-
 @dataclass(frozen=True)
+class Surface:
+    """What an optimizer class shows to users because torch.optim's class of the same name does.
+
+    Args:
+        flags: the options of :data:`FLAGS` that the class takes.
+        positional: those of ``flags`` that can also be given by position, in order.
+        keyword_only: hyperparameters that cannot be given by position.
+        fixed: group options that the user does not choose.
+        eager_state: state is created with the optimizer, not at the first step.
+        native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
+    """
+
+    flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
+    positional: tuple[str, ...] = ()
+    keyword_only: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    eager_state: bool = False
+    native: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Rule:
     r"""An update rule :math:`(\theta, g, \text{state}) \mapsto (\theta', \text{state}')`.
 
-    The functions receive the hyperparameters of a group as attributes of ``h``. Those that work on scalars
-    see numbers or, where a step must not touch the host (``capturable``), 0-d tensors: write them in plain
-    arithmetic and with :mod:`offbeat.rules.ops`.
+    The functions receive the hyperparameters of a group as attributes of ``h``. Those that compute numbers may get
+    Python numbers, 0-d tensors or symbols: write them with plain arithmetic and :mod:`offbeat.rules.ops`.
 
     Args:
-        name: the optimizer class's name.
-        hyper: the hyperparameters in torch.optim's order.
-        slots: the state a parameter has under ``h``. A rule that counts steps has the scalar slot ``step``.
-        structure: the booleans that choose a shape of the maths (``amsgrad``, ``nesterov``, ...). They are
+        name: the name of the optimizer class.
+        hyper: the hyperparameters, in torch.optim's order.
+        slots: the state of a parameter under ``h``. A rule that counts steps has the scalar slot ``step``.
+        structure: booleans that choose between variants of the maths (``amsgrad``, ``nesterov``, ...). They are
             known before anything runs, so the update may branch on them.
-        coefficients: every number the update multiplies by, worked out in double precision from ``h`` and
-            from the stored scalars ``s`` (after :attr:`advance`). ``s.step`` counts from 1; a rule without a
-            ``step`` slot sees 1 at a parameter's first step and some larger number after it.
-        update: the maths. Takes ``p``, ``g`` and the tensor slots by name, then coefficients and structure
-            as keywords; returns the new ``p`` and the new tensor slots in order. Elementwise, no data-dependent
-            branch; ``None`` stands for a slot that is absent.
-        advance: the new values of stored scalars other than ``step``, from ``h`` and the old ``s``. Here
-            ``s.step`` is a number and the others are 0-d tensors of their stored dtype, so that they round
-            as stored values do.
-        advance_first: whether ``coefficients`` sees the advanced scalars (the default) or the old ones.
-        check: a rule across hyperparameters; raises ValueError.
-        sparse: what a sparse gradient means: ``"rows"`` updates the touched rows only, ``"dense"`` treats
-            it as the dense gradient it stands for, or a sentence saying why it cannot be.
-        first_step_differs: whether, under ``h``, a first step treats state otherwise than a later step treats the
-            same state in its initial values. Only for rules without a ``step`` slot to tell the two apart; state
-            that is allocated early is then marked as not begun.
-        fixed: group options that are not the user's to choose.
-        eager_state: create state when the optimizer is built, as torch.optim's does.
-        flags: the options of :data:`FLAGS` the class takes.
-        positional: those of ``flags`` that torch.optim also takes by position, in order.
-        native: the same update by one of torch's own fused operators, or None.
-        compact: whether state can be kept in bfloat16 or 8 bits: it starts at zero and is an average of gradients or
-            of their squares.
+        coefficients: every number the update uses, worked out in double precision from ``h`` and from the stored
+            scalars ``s`` (after :attr:`advance`, rounded as they are stored). ``s.step`` counts from 1. For a rule
+            without a ``step`` slot it is 1 at a parameter's first step and a larger number later.
+        update: the maths, elementwise and without branches on values. Its arguments are ``p``, ``g``, the tensor
+            slots by name (a slot that is absent under ``h`` is not passed), and ``c``, which has the coefficients and
+            the structure as attributes. A short rule may instead name single coefficients as keyword-only arguments.
+            It returns the new ``p`` and the new tensor slots, in the order of the slots.
+        advance: the new values of the stored scalars other than ``step``, from ``h`` and the old ``s``. Here
+            ``s.step`` is the new step and the other scalars have the precision in which they are stored. What it
+            returns is rounded to that precision before ``coefficients`` sees it.
+        advance_first: whether ``coefficients`` sees the scalars after ``advance`` (the default) or before.
+        check: checks hyperparameters against each other; raises ValueError.
+        sparse: what a sparse gradient means: ``"rows"`` updates only the rows that it touches, ``"dense"`` converts it
+            to a dense gradient, and any other text is the end of the error message "<name> ...".
+        first_step_differs: whether the first step differs from a later step that finds the state at its initial
+            values. Only for rules without a ``step`` slot. State that is allocated early is then marked as not begun.
+        compact: whether the state can be stored in bfloat16 or in 8 bits: it starts at zero and averages gradients or
+            their squares.
+        surface: what the optimizer class takes from torch.optim.
     """
 
     name: str
@@ -132,20 +136,27 @@ class Rule:
     structure: Callable[[Values], dict[str, bool]]
     coefficients: Callable[[Values, Values], dict[str, Any]]
     update: Callable[..., tuple[Any, ...]]
-    advance: Callable[[Values, Values], dict[str, Any]] = _same
+    advance: Callable[[Values, Values], dict[str, Any]] = lambda h, s: {}
     advance_first: bool = True
-    check: Callable[[Values], None] = _nothing
+    check: Callable[[Values], None] = lambda h: None
     sparse: Callable[[Values], str] = lambda h: "does not support sparse gradients"
     first_step_differs: Callable[[Values], bool] = lambda h: False
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    eager_state: bool = False
-    flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
-    positional: tuple[str, ...] = ()
-    native: Callable[..., None] | None = None
     compact: bool = False
+    surface: Surface = field(default_factory=Surface)
 
     def validate(self, options: Mapping[str, Any]) -> None:
         """Check the hyperparameters in ``options``, one by one and against each other."""
         for hyper in self.hyper:
             hyper.check(options[hyper.name])
         self.check(Values(**options))
+
+    def __post_init__(self) -> None:
+        # Found out once: torch.compile cannot trace it.
+        object.__setattr__(self, "_wanted", frozenset(inspect.signature(self.update).parameters))
+
+    def apply(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Call :attr:`update` with named tensors, and with coefficients and structure as it takes them."""
+        wanted: frozenset[str] = self._wanted  # type: ignore[attr-defined]
+        if "c" in wanted:
+            return self.update(**tensors, c=Values(**scalars))
+        return self.update(**tensors, **{name: value for name, value in scalars.items() if name in wanted})

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from offbeat import _torch
 from offbeat.rules.checks import anything, boolean, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed
 from offbeat.rules.ops import where
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def check(h: Values) -> None:
@@ -48,17 +47,17 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     }
 
 
-def sgd(p, g, momentum_buffer=None, *, lr, weight_decay, momentum, keep, take, maximize, decay, nesterov):  # type: ignore[no-untyped-def]
-    p, g = decayed(p, g, weight_decay=weight_decay, maximize=maximize, decay=decay)
+def sgd(p, g, c, momentum_buffer=None):  # type: ignore[no-untyped-def]
+    p, g = decayed(p, g, c)
     if momentum_buffer is None:
-        return (p - lr * g,)
-    momentum_buffer = keep * momentum_buffer + take * g
-    direction = g + momentum * momentum_buffer if nesterov else momentum_buffer
-    return p - lr * direction, momentum_buffer
+        return (p - c.lr * g,)
+    momentum_buffer = c.keep * momentum_buffer + c.take * g
+    direction = g + c.momentum * momentum_buffer if c.nesterov else momentum_buffer
+    return p - c.lr * direction, momentum_buffer
 
 
 def native(h: Values, step: Any, params: Any, grads: Any, state: dict[str, Any]) -> None:
-    torch._fused_sgd_(
+    _torch.FUSED["sgd"](
         params, grads, state.get("momentum_buffer", []), weight_decay=h.weight_decay, momentum=h.momentum, lr=h.lr,
         dampening=h.dampening, nesterov=h.nesterov, maximize=h.maximize, is_first_step=step == 1,
     )  # fmt: skip
@@ -86,7 +85,8 @@ SGD = Rule(
     check=check,
     sparse=sparse,
     first_step_differs=lambda h: h.dampening != 0,
-    flags=("maximize", "foreach", "differentiable", "fused"),
-    native=native,
     compact=True,
+    surface=Surface(
+        flags=("maximize", "foreach", "differentiable", "fused"), native=native if "sgd" in _torch.FUSED else None
+    ),
 )

@@ -1,4 +1,4 @@
-"""When replicas agree: averaging parameters now and then instead of gradients at every step."""
+"""Replicas that average their parameters every few steps instead of their gradients at every step."""
 
 from offbeat.sync.agreement import Disagreement
 from offbeat.sync.averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager

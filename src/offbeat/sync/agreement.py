@@ -1,4 +1,4 @@
-"""Before replicas exchange anything they compare what they are about to do; a difference raises on every rank."""
+"""Before an exchange, ranks compare what they are about to exchange; a difference raises on every rank."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ __all__ = ["Disagreement", "Shares", "agree", "check_same_options", "check_same_
 
 
 class Disagreement(RuntimeError):
-    """Ranks were about to do different things. It is raised on all of them, and nothing has been changed."""
+    """Ranks were about to exchange different things. Raised on every rank, before anything is changed."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """How much each rank counts in a mean.
+    """The weight of each rank in a mean.
 
     Attributes:
-        factor: this rank's share, from 0 to 1.
-        divisor: by how many to divide if all ranks that count do so equally, else None.
-        is_first: whether this is the first rank that counts.
-        nobody: whether no rank counts.
-        all_done: whether all ranks have said that they are done.
+        factor: this rank's weight, from 0 to 1.
+        divisor: the number of ranks with a weight if these weights are equal, else None.
+        is_first: whether this is the first rank with a weight.
+        nobody: whether no rank has a weight.
+        all_done: whether all ranks have run out of data.
         same_state: whether all ranks have the same optimizer state to average.
         moved: which ranks have made a step since the last average.
+        state_keys: for each column of ``FoundKeys``, the largest value on any rank.
     """
 
     factor: float
@@ -41,10 +42,11 @@ class Shares:
     all_done: bool = False
     same_state: bool = True
     moved: tuple[bool, ...] = ()
+    state_keys: tuple[int, ...] = ()
 
     @staticmethod
     def of(weights: Sequence[float], me: int, **more: Any) -> Shares:
-        """From every rank's weight."""
+        """Make the shares of rank ``me`` from the weights of all ranks."""
         total = sum(weights)
         if total == 0:
             return Shares(0.0, None, False, True, **more)
@@ -63,30 +65,34 @@ def agree(
     *,
     done: bool = False,
     moved: bool = True,
+    state_keys: Sequence[int] = (),
 ) -> Shares:
-    """Compare steps and items with all ranks of a group, and learn their weights.
+    """Compare the step and the items of all ranks of a group, and collect their weights.
 
     Args:
-        step: the step after which the exchange is.
-        digests: two numbers for what must be the same, and two for optimizer state, which may differ.
-        weight: of this rank.
-        items: asked for only if ranks differ, to name the difference.
-        done: whether this rank has no more data.
-        moved: whether it has made a step since the last average.
+        step: the step after which ranks exchange.
+        digests: two numbers for the items, which must be the same on every rank, and two for optimizer state, which
+            may differ.
+        weight: this rank's weight.
+        items: returns the items; called only if ranks differ, to name the difference.
+        done: whether this rank has run out of data.
+        moved: whether this rank has made a step since the last average.
+        state_keys: the columns of this rank's ``FoundKeys``.
     """
     ranks = members(group)
     device = meeting_device(group)
     bits = struct.unpack("<q", struct.pack("<d", weight))[0]
     first, second, *state = (*digests, 0, 0)[:4]
-    mine = torch.tensor([step, first, second, *state, bits, int(done), int(moved)], dtype=torch.int64, device=device)
+    numbers = [step, first, second, *state, bits, int(done), int(moved), *state_keys]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
     rows = [torch.empty_like(mine) for _ in ranks]
     dist.all_gather(rows, mine, group=group)
     table = torch.stack(rows).tolist()
     if len({row[0] for row in table}) > 1:
         where = ", ".join(f"rank {rank} at step {row[0]}" for rank, row in zip(ranks, table, strict=True))
         raise Disagreement(
-            f"ranks want to average after different numbers of steps: {where}; every rank must call step() equally "
-            "often (finish() is for a rank that has no data left), and load checkpoints of one step"
+            f"ranks are at different steps: {where}; call step() equally often on every rank (and finish() on a rank "
+            "that has no data left), and load checkpoints of the same step"
         )
     if len({(row[1], row[2]) for row in table}) > 1:
         name_difference(group, ranks, items())
@@ -97,11 +103,12 @@ def agree(
         all_done=all(row[6] for row in table),
         same_state=len({(row[3], row[4]) for row in table}) == 1,
         moved=tuple(bool(row[7]) for row in table),
+        state_keys=tuple(max(column) for column in zip(*(row[8:] for row in table), strict=True)),
     )
 
 
 def name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None:
-    """Raise the same error on every rank of a group whose lists of items are not the same."""
+    """Raise the same error on every rank of a group: the first difference between their lists of items."""
     lists: list[Any] = [None] * len(ranks)
     dist.all_gather_object(lists, describe(items), group=group)
     for i in range(max(map(len, lists))):
@@ -111,18 +118,18 @@ def name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None
             here.setdefault(words, []).append(rank)
         if len(here) > 1:
             names = {rows[i][0] for rows in lists if i < len(rows)}
-            what = f"{next(iter(names))!r} is not the same" if len(names) == 1 else "the lists differ"
+            what = f"{next(iter(names))!r} differs" if len(names) == 1 else "the names differ"
             where = "; ".join(f"on {_ranks(some)}: {words}" for words, some in here.items())
             raise Disagreement(
-                f"ranks do not agree on what to average, at number {i} {what}. {where}. Every rank needs the same "
-                "parameters (those with requires_grad), shapes and dtypes; for shards give group= the ranks that hold "
-                "the same ones"
+                f"ranks do not agree on what to average: item {i}, {what}. {where}. Every rank must have the same "
+                "parameters with requires_grad, with the same shapes and dtypes; for sharded parameters, group= must "
+                "be the ranks that hold the same shards"
             )
-    raise Disagreement("ranks do not agree on what to average, but their lists are the same by now; call it again")
+    raise Disagreement("ranks did not agree on what to average, but their lists are the same now; call step() again")
 
 
 def check_same_values(items: Sequence[Item], group: Any) -> None:
-    """Raise on every rank if items do not hold the same numbers everywhere."""
+    """Raise on every rank unless the items have the same values on every rank."""
     ranks = members(group)
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
@@ -137,14 +144,14 @@ def check_same_values(items: Sequence[Item], group: Any) -> None:
         if len(set(rows)) > 1:
             other = [rank for rank, row in zip(ranks, rows, strict=True) if row != rows[0]]
             raise Disagreement(
-                f"replicas do not start from the same parameters: {rows[0][0]!r} of {_ranks(other)} is not rank "
-                f"{ranks[0]}'s, and averaged gradients would not bring them together; seed all ranks alike, broadcast "
-                "the parameters, or wrap the module in DistributedDataParallel over all of them"
+                f"replicas do not start from the same parameters: {rows[0][0]!r} of {_ranks(other)} differs from rank "
+                f"{ranks[0]}'s, and averaging gradients would not make them equal; use the same seed on every rank, "
+                "broadcast the parameters, or wrap the module in DistributedDataParallel over all ranks"
             )
 
 
 def check_same_options(options: Mapping[str, Any], group: Any) -> None:
-    """Raise on every rank if ranks were given different options."""
+    """Raise on every rank unless all ranks have the same options."""
     ranks = members(group)
     lists: list[Any] = [None] * len(ranks)
     dist.all_gather_object(lists, dict(options), group=group)
@@ -154,7 +161,7 @@ def check_same_options(options: Mapping[str, Any], group: Any) -> None:
             here.setdefault(str(given.get(name)), []).append(rank)
         if len(here) > 1:
             where = ", ".join(f"{value} on {_ranks(some)}" for value, some in here.items())
-            raise Disagreement(f"{name} is not the same on every rank: {where}; give all ranks the same")
+            raise Disagreement(f"{name} is not the same on every rank: {where}; use the same value on every rank")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,78 +1,91 @@
-"""Hang LocalSGD's gradient averaging into a DDP module, in place of DDP's own."""
+"""Let LocalSGD decide which ranks average the gradients of a DDP module, in place of DDP itself."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
-from offbeat.sync.gradients import bucket_hook, mean_of_bucket
+from offbeat.ddp import CommHook, as_it_is, mean_of_bucket
 
-__all__ = ["attach"]
+__all__ = ["Local", "attach"]
 
-#: By DDP module, what has been hung into it. DDP cannot forget a hook, so the next LocalSGD takes over the last one's.
-_attached: Any = WeakIdKeyDictionary()
+
+class Local(Protocol):
+    """What decides."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether warm-up is over."""
+
+    def _gradient_group(self) -> Any:
+        """The process group that averages the gradients of this step; None leaves them as they are."""
 
 
 class _Attachment:
-    """Asks the LocalSGD there is, bucket by bucket, over whom to average; without one DDP does as it always did."""
-
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._group = ddp.process_group
-        self._broadcasts = ddp.broadcast_buffers
-        self.owner: Any = lambda: None
-        self.comm_hook: Any = None
-        self.hook = bucket_hook(self.group_now, self.reduce)
-        self.hook.keeps_its_place = True
-        self.is_registered = False
-        ddp.register_forward_pre_hook(self.before_forward)
-
-    def group_now(self) -> Any:
-        owner = self.owner()
-        return owner._gradient_group() if owner is not None else self._group
-
-    def reduce(self, group: Any, bucket: Any) -> Any:
-        return (self.comm_hook or mean_of_bucket)(group, bucket)
-
-    def before_forward(self, module: Any, args: Any) -> None:
-        owner = self.owner()
-        module.broadcast_buffers = self._broadcasts and not (owner is not None and owner.is_local)
-
-
-def attach(optimizer: Any, ddp: DistributedDataParallel, comm_hook: Any, handle: Any) -> None:
-    """Have the optimizer say, bucket by bucket, over whom gradients are averaged, and when buffers are broadcast.
+    """Reduces a DDP module's buckets, and switches DDP's broadcast of buffers off after warm-up.
 
     Args:
-        optimizer: has ``_gradient_group()`` and ``is_local``.
-        comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None is a mean.
-        handle: the overlap the inner optimizer is in, or None.
+        comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None computes the mean.
     """
-    found = _attached.get(ddp)
-    if found is not None and found.owner() is not None:
+
+    conflict = (
+        "LocalSGD averages the gradients of this DistributedDataParallel module; to use a communication hook, give it "
+        "the communication hook as LocalSGD(..., comm_hook=)"
+    )
+
+    def __init__(self, optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._ddp = weakref.ref(ddp)
+        self._group = ddp.process_group
+        self._comm_hook = comm_hook or mean_of_bucket
+        self._broadcasts = ddp.broadcast_buffers
+        self._hook = ddp.register_forward_pre_hook(self.before_forward)
+
+    def reduce(self, bucket: Any) -> Future[Any]:
+        optimizer = self._optimizer()
+        group = optimizer._gradient_group() if optimizer is not None else self._group
+        reduced: Future[Any] = as_it_is(bucket) if group is None else self._comm_hook(group, bucket)
+        return reduced
+
+    def before_forward(self, module: Any, args: Any) -> None:
+        optimizer = self._optimizer()
+        module.broadcast_buffers = self._broadcasts and not (optimizer is not None and optimizer.is_local)
+
+    def remove(self, hook: CommHook) -> None:
+        """Let DDP average gradients and broadcast buffers by itself again."""
+        hook.release(self)
+        self._hook.remove()
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.broadcast_buffers = self._broadcasts
+
+
+def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> None:
+    """Ask the optimizer, bucket by bucket, which ranks average gradients, as long as it lives.
+
+    Args:
+        comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None computes the mean.
+    """
+    hook = CommHook.find(ddp, instead="pass it as LocalSGD(..., comm_hook=) if its state is a process group")
+    if hook is not None and isinstance(hook.reducer, _Attachment):
         raise ValueError(
             "another LocalSGD averages the gradients of this DistributedDataParallel module, and it can have only one; "
             "wrap the parts that different optimizers train in modules of their own, or delete the other one first"
         )
-    if handle is None and ddp._comm_hooks and (found is None or not found.is_registered):
-        name = getattr(ddp._comm_hooks[0][0], "__name__", "a hook")
+    if hook is not None and hook.reducer is not None:
         raise ValueError(
-            f"this DistributedDataParallel module has a communication hook already ({name}) and can have only one; do "
-            "not register it, give it as LocalSGD(..., comm_hook=) if its state is a process group (and call "
-            "offbeat.overlap() before LocalSGD())"
+            f"{hook.reducer.conflict}; do not pass it to overlap(), pass it as LocalSGD(..., comm_hook=) if its state "
+            "is a process group"
         )
-    if found is None:
-        found = _Attachment(ddp)
-    if handle is not None:
-        handle.reduce_with(found.hook)
-    elif not found.is_registered:
-        ddp.register_comm_hook(None, found.hook)
-        found.is_registered = True
-    _attached[ddp] = found
-    found.owner, found.comm_hook = weakref.ref(optimizer), comm_hook
+    hook = CommHook.register(ddp)
+    attachment = _Attachment(optimizer, ddp, comm_hook)
+    hook.reduce_with(attachment)
+    weakref.finalize(optimizer, attachment.remove, hook).atexit = False
     if ddp.find_unused_parameters and dist.get_world_size(ddp.process_group) > 1:
         warnings.warn(
             "find_unused_parameters=True makes DistributedDataParallel ask all ranks at every step which parameters "

@@ -1,7 +1,8 @@
-"""Averagers with torch's names, arguments, schedules and messages, and without its traps.
+"""Averagers with the names, arguments, schedules and messages of torch's.
 
-Parameters are averaged in place through bounded buckets, all of them that require gradients, whether this rank has
-a gradient or not; ranks compare what they are about to do, and a collective that fails changes nothing.
+Unlike torch's, they average every parameter with ``requires_grad``, whether this rank has a gradient for it or not, in
+place and through buckets of bounded size. Ranks compare their parameters first, and a collective that fails changes
+nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 
 class ModelAverager(TorchModelAverager):
-    """Base class of averagers: a counter, and parameters averaged over a group.
+    """Base class of averagers: counts steps and averages parameters over a process group.
 
     Args:
-        process_group: the ranks to average over; None is all.
-        bucket_mb: how much memory an average may take.
-        undo: where parameters' values wait until an average has succeeded: ``"auto"``, ``"disk"``, ``"memory"`` or
-            ``"off"``.
+        process_group: the ranks to average over; all ranks if None.
+        bucket_mb: the memory for buckets, in MiB.
+        undo: where the old values of parameters are kept until an average has succeeded: ``"auto"``, ``"disk"``,
+            ``"memory"`` or ``"off"``.
     """
 
     def __init__(self, process_group: Any = None, *, bucket_mb: float = 64, undo: str = "auto") -> None:
@@ -49,12 +50,12 @@ class ModelAverager(TorchModelAverager):
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent for averages."""
+        """The number of bytes this rank has sent to average parameters."""
         return self._exchange.bytes_sent
 
     @abstractmethod
     def average_parameters(self, params: Any) -> None:
-        """Count a step, and average if it is due."""
+        """Count a step, and average the parameters if the schedule says so."""
 
     def _average(self, params: Any, group: Any) -> None:
         items = _items(params)
@@ -64,15 +65,15 @@ class ModelAverager(TorchModelAverager):
 
 
 class PeriodicModelAverager(ModelAverager):
-    r"""Averages parameters every ``period`` steps after warm-up. Takes the place of torch's class of this name.
+    r"""Averages parameters every ``period`` steps after warm-up. A drop-in for torch's class of the same name.
 
     After step :math:`s` (from 0) parameters are averaged if :math:`s \ge w` and
     :math:`(s - w) \bmod \text{period} = 0`.
 
     Args:
-        period: steps from one average to the next.
-        warmup_steps: :math:`w`, during which nothing is averaged.
-        process_group: the ranks to average over; None is all.
+        period: the number of steps between averages.
+        warmup_steps: :math:`w`, the number of steps without averages at the beginning.
+        process_group: the ranks to average over; all ranks if None.
 
     Example::
 
@@ -104,26 +105,26 @@ class PeriodicModelAverager(ModelAverager):
         self.period = period
 
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average these parameters or parameter groups if it is due."""
+        """Count a step, and average these parameters or parameter groups if the schedule says so."""
         given = list(params)
         self._looked = check_warmup(self, given, self._looked)
         try:
             if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
                 self._average(given, self.process_group)
         finally:
-            self.step += 1  # also after a collective that failed: the step was made, and ranks stay in step
+            self.step += 1  # even if a collective failed, so that all ranks count the same
 
 
 class HierarchicalModelAverager(ModelAverager):
-    r"""Averages small groups often and large ones seldom. Takes the place of torch's class of this name.
+    r"""Averages small groups often and large groups rarely. A drop-in for torch's class of the same name.
 
-    After step :math:`s \ge w` the group of the last period that divides :math:`s` is averaged, and no other.
+    After step :math:`s \ge w` parameters are averaged over the group of the largest period that divides :math:`s`.
 
     Args:
-        period_group_size_dict: from each period to the size of its groups, in ascending order; the last size is that
-            of ``process_group``.
-        warmup_steps: :math:`w`, during which nothing is averaged.
-        process_group: all ranks that take part; None is all.
+        period_group_size_dict: maps each period to the size of its groups, in ascending order; the last size must be
+            that of ``process_group``.
+        warmup_steps: :math:`w`, the number of steps without averages at the beginning.
+        process_group: the ranks that take part; all ranks if None.
 
     Example::
 
@@ -163,7 +164,7 @@ class HierarchicalModelAverager(ModelAverager):
         if self._periods != sorted(self._periods):
             raise ValueError(
                 f"The periods in arg ``period_group_size_dict`` {self._periods} must be in ascending order: "
-                "the last one that divides the step is taken, and would hide those after it"
+                "the last one that divides the step is used"
             )
         self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
         logger.info("Model averaging hierarchy:")
@@ -177,12 +178,12 @@ class HierarchicalModelAverager(ModelAverager):
             self.period_process_group_dict[period] = blocks(self.process_group, group_size)
 
     def _find_process_group(self) -> Any:
-        """The group to average over after this step, or None."""
+        """The process group to average over after this step, or None."""
         due = [period for period in self._periods if self.step % period == 0]
         return self.period_process_group_dict[due[-1]] if due else None
 
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average these parameters or parameter groups over the group that is due, if any."""
+        """Count a step, and average these parameters or parameter groups if the schedule says so."""
         given = list(params)
         self._looked = check_warmup(self, given, self._looked)
         try:

@@ -1,4 +1,4 @@
-"""How replicas are averaged: at once or in the background, level by level, with weights."""
+"""Averages replicas: immediately or in the background, at several levels, with weights."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Averaging:
     """Averages :class:`~offbeat.sync.contents.Contents` over the groups of several levels.
 
     Args:
-        groups: one for each level.
-        within: all ranks that are averaged, which call this together.
-        delay: after how many steps an average lands; 0 is at once.
-        weighted: ranks count by what they have :meth:`see`-n.
+        groups: the process group of each level.
+        within: the ranks that are averaged; all of them construct this together.
+        delay: the number of steps after which an average is applied; 0 is immediately.
+        weighted: weigh ranks by the amounts given to :meth:`see`, instead of equally.
 
     Attributes:
-        count: how many averages have been begun.
+        count: the number of averages begun.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Averaging:
         self._exchange = exchange
         self._delay = delay
         self._weighted = weighted
-        # A thread's collectives need groups that nobody else uses.
+        # Collectives of a background thread need process groups of their own.
         self._groups = [twin(group, within) if delay else group for group in groups]
         self._snapshot = Snapshot(snapshot)
         self._flight: Flight | None = None
@@ -59,33 +59,35 @@ class Averaging:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent."""
+        """The number of bytes this rank has sent."""
         return self._exchange.bytes_sent
 
     def see(self, amount: float) -> None:
-        """This rank has trained on so much more."""
+        """Add to the amount of data this rank has trained on."""
         if not self._weighted:
-            raise ValueError("seen() is for weighted=True, and here all ranks weigh the same")
+            raise ValueError(
+                "seen() needs weighted=True, but all ranks have the same weight; pass weighted=True to LocalSGD"
+            )
         if not amount >= 0:
-            raise ValueError(f"seen() takes a number that is not negative, but got {amount!r}")
+            raise ValueError(f"seen() takes a non-negative number, but got {amount!r}")
         self._seen = [value + float(amount) for value in self._seen]
 
     def move(self) -> None:
-        """This rank has made a step."""
+        """Record that this rank has made a step."""
         self._moved = [True] * len(self._moved)
 
     def after_step(self, step: int, level: int | None) -> None:
-        """Land what is due to land, and average at this level.
+        """Apply a delayed average that is due, and begin the average at this level.
 
         Args:
             step: the step that has just been made.
-            level: which is due after it; None for none.
+            level: the level to average at after this step, or None.
         """
         problem: Exception | None = None
         if self._flight is not None and (level is not None or step - self._launched >= self._delay):
             try:
                 self.land()
-            except Exception as error:  # the other ranks may not know, and will want to begin the next one
+            except Exception as error:  # other ranks may not see it, and begin the next average
                 problem = error
         if level is not None:
             if self._delay:
@@ -96,38 +98,38 @@ class Averaging:
             raise problem
 
     def now(self, step: int, level: int) -> None:
-        """Average at once."""
+        """Average immediately."""
         self.land()
         items, state = self._contents.items(), self._contents.state_items()
         shares = self._reach(items, state, step, level)()
         self._change(items, state, level, shares)
 
     def take_part(self, step: int, level: int, *, may_be_last: bool) -> bool:
-        """As a rank without data: do what the others' average at this level needs, and let it decide.
+        """Take part in an average of the other ranks, on a rank that has no data left.
 
         Args:
-            may_be_last: whether there is nothing more to do when all ranks are done.
+            may_be_last: whether this is the last average if no rank has data left.
 
         Returns:
-            Whether all ranks of the level are done.
+            Whether no rank of the level has data left.
         """
         self.land()
         items, state = self._contents.items(), self._contents.state_items()
         shares = self._reach(items, state, step, level, done=True)()
         last = shares.all_done and may_be_last
         if shares.nobody and last:
-            # Nobody has a weight, but whoever has trained since counts; else all hold the last average, which landing
-            # may have rounded on each rank in its own way.
+            # No rank has a weight. Ranks that have trained since the last average get one; if there are none, all ranks
+            # do, because applying a delayed average may have rounded differently on each rank.
             weights = [float(moved) for moved in shares.moved] if any(shares.moved) else [1.0] * len(shares.moved)
             me = dist.get_rank(self._groups[level])
             shares = Shares.of(weights, me, all_done=True, same_state=shares.same_state, moved=shares.moved)
         if not shares.nobody:
-            # Ranks that still train may do this in the background, through the same buckets.
+            # Ranks that still train may do this in the background; the buckets must be the same.
             self._change(items, state, level, shares, as_flight=bool(self._delay) and not last)
         return shares.all_done
 
     def land(self) -> None:
-        """Apply the average that is under way, if any. If it failed nothing is applied, and its error is raised."""
+        """Apply the average in flight, if there is one. If it failed, nothing is applied and its error is raised."""
         flight = self._flight
         if flight is None:
             return
@@ -135,7 +137,7 @@ class Averaging:
         try:
             flight.wait()
         except BaseException:
-            if flight.is_over:  # and not, say, the program interrupted while it waited
+            if flight.is_over:  # not if an interrupt ended the wait
                 self._flight = None
                 self._remember_again()
             raise
@@ -144,25 +146,26 @@ class Averaging:
         self._contents.reset_state()
 
     def abandon(self) -> None:
-        """Let the average that is under way end, and forget it."""
+        """Wait for the average in flight, and drop it."""
         if self._flight is not None:
             try:
                 self._flight.wait()
             except Exception as error:
-                warnings.warn(f"the average that was under way failed, and is dropped: {error}", stacklevel=4)
+                warnings.warn(f"the average in flight failed and is dropped: {error}", stacklevel=4)
             self._flight = None
 
     def _launch(self, step: int, level: int) -> None:
         group = self._groups[level]
+        items = self._contents.items()
+        reach = self._reach(items, [], step, level)
         if dist.get_world_size(group) > 1:
-            items = self._contents.items()
-            reach = self._reach(items, [], step, level)
             self._flight = Flight(items, self._snapshot, self._exchange, group, reach)
             self._launched = step
-            # Should it fail, ranks have seen this after all.
+            # Added to the next average if this one fails.
             self._on_board = [value if at <= level else 0.0 for at, value in enumerate(self._seen)]
             self.count += 1
         else:
+            reach()
             self._contents.reset_state()
         self._forget(level)
 
@@ -178,8 +181,8 @@ class Averaging:
             else:
                 if not shares.same_state:
                     warnings.warn(
-                        "optimizer state was not averaged this time: ranks do not have the same, perhaps because a "
-                        "GradScaler has skipped the first steps of one of them",
+                        "optimizer state was not averaged this time, because not all ranks have the same state; a "
+                        "GradScaler may have skipped the first steps of some ranks",
                         stacklevel=5,
                     )
                 self._exchange.average([*items, *(state if shares.same_state else [])], group, shares)
@@ -190,45 +193,49 @@ class Averaging:
     def _reach(
         self, items: list[Item], state: list[Item], step: int, level: int, *, done: bool = False
     ) -> Callable[[], Shares]:
-        """What compares ranks before an average; run in a thread it looks at nothing that training changes."""
+        """Returns the function that compares ranks before an average. It reads nothing that training changes."""
         group, digests = self._groups[level], self._contents.digests(items, state)
         weight, moved = self._seen[level] if self._weighted else 1.0, self._moved[level]
+        found_keys = self._contents.found_keys()
         if done and not moved:
             weight = 0.0
 
         def reach() -> Shares:
             if dist.get_world_size(group) == 1:
+                found_keys.check(found_keys.columns, group)
                 return Shares(1.0, 1, True, weight == 0.0, done, True, (moved,))
-            shares = agree(group, step, digests, weight, lambda: items, done=done, moved=moved)
+            columns = found_keys.columns
+            shares = agree(group, step, digests, weight, lambda: items, done=done, moved=moved, state_keys=columns)
+            found_keys.check(shares.state_keys, group)
             if shares.nobody and not shares.all_done:
                 raise ValueError(
-                    "no rank has a weight: weighted=True averages by what ranks have seen; "
-                    "call optimizer.seen(number of samples) before optimizer.step()"
+                    "no rank has a weight; with weighted=True call optimizer.seen(number of samples) before "
+                    "optimizer.step()"
                 )
             return shares
 
         return reach
 
     def _forget(self, level: int) -> None:
-        """What ranks have seen is in the average; a higher level does for the lower ones too."""
+        """Start counting anew after an average at this level, which includes the lower levels."""
         self._contents.mark_averaged()
         for lower in range(level + 1):
             self._seen[lower], self._moved[lower] = 0.0, False
 
     def _remember_again(self) -> None:
-        """What was on board of an average that has failed counts in the next."""
+        """Put back the amounts of an average that has failed, for the next one."""
         self._seen = [now + value for now, value in zip(self._seen, self._on_board, strict=True)]
         self._moved = [True] * len(self._moved)
 
     def latest(self, step: int, level: int) -> int:
-        """The largest of the steps that ranks of a level have made."""
+        """The largest number of steps that any rank of a level has made."""
         group = self._groups[level]
         number = torch.tensor([step], dtype=torch.int64, device=meeting_device(group))
         dist.all_reduce(number, dist.ReduceOp.MAX, group=group)
         return int(number)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, and the average that is under way: waited for, and not applied."""
+        """The weights, and the average in flight, which is waited for but not applied."""
         flight = None
         if self._flight is not None:
             values = dict(zip(self._flight.names, self._flight.values(), strict=True))
@@ -243,12 +250,12 @@ class Averaging:
             if here.get(name) != value.shape:
                 found = tuple(here[name]) if name in here else "no such tensor"
                 raise ValueError(
-                    f"the checkpoint has an average under way for {name!r} of shape {tuple(value.shape)}, and here is "
-                    f"{found}; nothing was changed. Load it into the model it was saved from"
+                    f"the checkpoint has an average in flight for {name!r} of shape {tuple(value.shape)}, but this "
+                    f"model has {found}; nothing was changed. Load the checkpoint into the model it was saved from"
                 )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`."""
+        """Continue from :meth:`state_dict`."""
         self.abandon()
         levels = len(self._groups)
         self._seen = _fitting(state.get("seen"), levels, 0.0)
@@ -264,5 +271,5 @@ class Averaging:
 
 
 def _fitting(values: Any, length: int, default: Any) -> list[Any]:
-    """A list from a checkpoint, if it is for as many levels as there are."""
+    """A list from a checkpoint, if it has one value per level."""
     return list(values) if values is not None and len(values) == length else [default] * length

@@ -1,11 +1,11 @@
-r"""An average that is under way while training goes on.
+r"""An average that runs in the background while training continues.
 
 After step :math:`t` the replicas' parameters :math:`x_i(t)` are copied. A thread reduces the copies to
-:math:`\bar x(t) = \sum_i w_i x_i(t)`. After step :math:`t + k` every rank adds the difference the average made,
+:math:`\bar x(t) = \sum_i w_i x_i(t)`. After step :math:`t + k` every rank adds the difference,
 
 .. math:: x_i(t+k) \leftarrow x_i(t+k) + \bigl(\bar x(t) - x_i(t)\bigr),
 
-so that what it learnt in the :math:`k` steps between is kept. With :math:`k = 0` this is :math:`\bar x(t)`.
+which keeps the updates of the :math:`k` steps in between. With :math:`k = 0` this is :math:`\bar x(t)`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat import _torch
 from offbeat.sync.agreement import Shares
 from offbeat.sync.buckets import Bucket
 from offbeat.sync.exchange import Exchange
@@ -28,16 +29,16 @@ from offbeat.sync.quiet import make_thread_quiet
 
 __all__ = ["Flight", "Snapshot"]
 
-#: At the program's end nobody may tear down the interpreter under a thread that is in a collective.
+#: How long the exit of the program waits for a background thread that is in a collective.
 _SECONDS_AT_EXIT = 10.0
 _flying: weakref.WeakSet[Flight] = weakref.WeakSet()
 
 
 class Snapshot:
-    """One copy of the items, in as few and as large tensors as their dtypes and devices allow; reused.
+    """A copy of the items in one flat tensor per dtype and device. Its memory is reused.
 
     Args:
-        device: where it lies; None is where the items are.
+        device: where to store the copy; None is the device of each item.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -47,7 +48,7 @@ class Snapshot:
         self._key: Any = None
 
     def shape_like(self, items: Sequence[Item]) -> None:
-        """Have room for these."""
+        """Allocate memory for these items, unless it is there already."""
         parts = [local_part(item.tensor) for item in items]
         key = [(i.how, i.late, p.dtype, p.device, p.shape, p.stride()) for i, p in zip(items, parts, strict=True)]
         if key == self._key:
@@ -73,11 +74,11 @@ class Snapshot:
     def take(self, items: Sequence[Item]) -> None:
         """Copy the items."""
         self.shape_like(items)
-        torch._foreach_copy_(self.views, [local_part(item.tensor) for item in items], non_blocking=True)
+        _torch.foreach_copy_(self.views, [local_part(item.tensor) for item in items], non_blocking=True)
 
 
 def _like(piece: Tensor, part: Tensor) -> Tensor:
-    """The flat piece seen with the shape of ``part``, and with its strides where they leave no gaps."""
+    """A view of the flat piece with the shape of ``part``, and with its strides if these leave no gaps."""
     shape, strides = list(part.shape), list(part.stride())
     order = sorted(range(len(shape)), key=lambda i: (strides[i], shape[i]))
     expected = 1
@@ -89,12 +90,12 @@ def _like(piece: Tensor, part: Tensor) -> Tensor:
 
 
 class Flight:
-    """One delayed average, from its snapshot to the step that lands it.
+    """One delayed average, from its snapshot to the step that applies it.
 
     Args:
-        items: to average.
-        snapshot: memory for their copies; the flight's until it has landed.
-        reach: run in the thread before anything is reduced: compares ranks and says how much each counts.
+        items: the items to average.
+        snapshot: memory for their copies, in use until the average has been applied.
+        reach: called in the thread before the reduction; compares ranks and returns their weights.
     """
 
     def __init__(
@@ -125,21 +126,21 @@ class Flight:
     @staticmethod
     @torch.no_grad()
     def reduced(items: Sequence[Item], values: Sequence[Tensor], snapshot: Snapshot) -> Flight:
-        """A flight from a checkpoint: reduced, and not yet landed."""
+        """A flight from a checkpoint: reduced, but not applied yet."""
         flight = Flight.__new__(Flight)
         snapshot.shape_like(items)
-        torch._foreach_copy_(snapshot.views, list(values))
+        _torch.foreach_copy_(snapshot.views, list(values))
         flight.names = [item.name for item in items]
         flight._snapshot, flight._error, flight._thread, flight._streams = snapshot, None, None, {}
         return flight
 
     @property
     def is_over(self) -> bool:
-        """Whether it has been reduced, or has failed."""
+        """Whether the reduction has finished or failed."""
         return self._thread is None
 
     def wait(self) -> None:
-        """Until everything is reduced; raises what went wrong."""
+        """Wait for the reduction; raises its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -147,14 +148,14 @@ class Flight:
             raise self._error
 
     def values(self) -> list[Tensor]:
-        """For a checkpoint: what landing will add, or put in place."""
+        """For a checkpoint: the values that :meth:`land` will add or copy."""
         self.wait()
         self._settle()
         return [view.clone() for view in self._snapshot.views]
 
     @torch.no_grad()
     def land(self, items: Mapping[str, Item]) -> None:
-        """Change the items, by name; those that are there no more are left out. Raises if the reduction failed."""
+        """Apply the average to the items, by name; items that no longer exist are skipped. Raises if it failed."""
         self.wait()
         self._settle()
         late: list[tuple[Tensor, Tensor]] = []
@@ -165,9 +166,9 @@ class Flight:
                 part = local_part(item.tensor)
                 (late if item.late else other).append((part, view.to(part.device, non_blocking=True)))
         if late:
-            torch._foreach_add_([p for p, _ in late], [v for _, v in late])
+            _torch.foreach_add_([p for p, _ in late], [v for _, v in late])
         if other:
-            torch._foreach_copy_([p for p, _ in other], [v for _, v in other])
+            _torch.foreach_copy_([p for p, _ in other], [v for _, v in other])
 
     def _settle(self) -> None:
         for device, stream in self._streams.items():
@@ -206,8 +207,8 @@ class Flight:
 
 
 def _reduces(group: Any, device: torch.device) -> bool:
-    """Whether a group can reduce tensors of this device."""
-    kinds = [kind.type for kind in getattr(group, "_device_types", [])]
+    """Whether a process group can reduce tensors on this device."""
+    kinds = _torch.device_types(group)
     return not kinds or device.type in kinds
 
 

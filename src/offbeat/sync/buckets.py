@@ -1,7 +1,7 @@
-"""Bounded, reused memory through which tensors of any number and size travel.
+"""Buckets of bounded size, through which tensors of any number and size are reduced.
 
-A tensor may be cut over several buckets, and a bucket may hold pieces of many tensors; all pieces of a bucket have one
-dtype, one device and one way to be exchanged.
+A tensor may be split over several buckets, and a bucket may hold pieces of many tensors. All pieces of a bucket have
+the same dtype and device, and are exchanged in the same way.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from offbeat._torch import foreach_copy_
 from offbeat.sync.items import FIRST, Item, local_part
 
 __all__ = ["Bucket", "Slots", "check_bucket_mb", "cut"]
@@ -24,14 +25,14 @@ _TRAVELS = {
 
 
 class Bucket:
-    """Pieces that travel together.
+    """Pieces of tensors that are reduced together.
 
     Attributes:
         how: :data:`offbeat.sync.items.MEAN` or :data:`~offbeat.sync.items.FIRST`.
-        dtype: in which they travel.
-        device: where they travel.
+        dtype: the dtype they are reduced in.
+        device: the device they are reduced on.
         pieces: views of the tensors' own memory.
-        size: how many elements they have together.
+        size: the number of elements of all pieces.
     """
 
     def __init__(self, how: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -41,7 +42,7 @@ class Bucket:
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The pieces' places in a flat tensor of :attr:`size` elements; remembered, since memory is reused."""
+        """Views of a flat tensor of :attr:`size` elements, one per piece; cached, because the memory is reused."""
         found = self._views.get(flat.data_ptr())
         if found is None or found[0].dtype != flat.dtype:
             parts = torch.split(flat, [piece.numel() for piece in self.pieces])
@@ -55,20 +56,20 @@ class Bucket:
         """Copy the pieces into a flat tensor."""
         one_kind = all(p.dim() == 1 for p in self.pieces) and self.pieces[0].dtype == flat.dtype
         if one_kind and self.pieces[0].device == flat.device:
-            torch.cat(self.pieces, out=flat)  # a fraction of the time of so many copies
+            torch.cat(self.pieces, out=flat)  # much faster than one copy per piece
         else:
-            torch._foreach_copy_(self.views(flat), self.pieces)
+            foreach_copy_(self.views(flat), self.pieces)
 
     def unpack(self, flat: Tensor) -> None:
         """Copy the pieces back."""
-        torch._foreach_copy_(self.pieces, self.views(flat))
+        foreach_copy_(self.pieces, self.views(flat))
 
 
 def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None) -> list[Bucket]:
-    """Buckets of at most ``slot_bytes`` for all items, the same on every rank.
+    """Split the items into buckets of at most ``slot_bytes``, the same on every rank.
 
     Args:
-        dtype: for floating-point numbers to travel in, if it is wider than their own.
+        dtype: the dtype in which floating-point numbers are reduced, if it is wider than their own.
     """
     done: list[Bucket] = []
     filling: dict[tuple[str, torch.dtype, torch.dtype, torch.device], Bucket] = {}
@@ -78,7 +79,7 @@ def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None
             part = _as_bytes(item, part)
         travels = part.dtype
         if dtype is not None and part.dtype.is_floating_point:
-            travels = torch.promote_types(dtype, part.dtype)  # never narrower: that would round parameters
+            travels = torch.promote_types(dtype, part.dtype)  # never narrower, which would round parameters
         limit = max(1, slot_bytes // travels.itemsize)
         key = (item.how, part.dtype, travels, part.device)
         for piece in _pieces(part, limit, filling[key].size if key in filling else 0):
@@ -94,7 +95,7 @@ def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None
 
 
 def _as_bytes(item: Item, part: Tensor) -> Tensor:
-    """Numbers no backend adds up: they can be sent as they are, if it is one rank's that all get."""
+    """A dtype that no backend can add, as bytes. Possible only if all ranks take one rank's value."""
     flat = _flat(part)
     if item.how != FIRST or flat is None:
         raise TypeError(
@@ -104,7 +105,7 @@ def _as_bytes(item: Item, part: Tensor) -> Tensor:
 
 
 def _pieces(part: Tensor, limit: int, used: int) -> Iterator[Tensor]:
-    """Views of a tensor's elements, none larger than ``limit``; the first fits where ``used`` are taken already."""
+    """Views of a tensor's elements, none larger than ``limit``; the first fits into a bucket that holds ``used``."""
     if part.numel() == 0:
         return
     flat = _flat(part)
@@ -123,7 +124,7 @@ def _pieces(part: Tensor, limit: int, used: int) -> Iterator[Tensor]:
 
 
 def _flat(part: Tensor) -> Tensor | None:
-    """The tensor's memory in the order it lies in, or None if there are gaps or overlaps."""
+    """The tensor as a flat view in memory order, or None if it has gaps or overlaps."""
     if part.is_contiguous():
         return part.view(-1)
     strides = sorted((stride, size) for stride, size in zip(part.stride(), part.shape, strict=True) if size > 1)
@@ -136,9 +137,9 @@ def _flat(part: Tensor) -> Tensor | None:
 
 
 class Slots:
-    """The memory buckets travel in: three parts, of which two may be on their way while the third is worked on.
+    """The memory for buckets: three slots, so that two can be in flight while the third is filled or emptied.
 
-    A fourth is left to the backend: gloo takes half as much as is on its way for itself.
+    A quarter of ``bucket_bytes`` is left to the backend: gloo allocates half as much as is in flight.
     """
 
     COUNT = 3
@@ -148,7 +149,7 @@ class Slots:
         self._memory: dict[torch.device, list[Tensor]] = {}
 
     def get(self, index: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor in one of the parts, which takes no more memory than has been asked of it."""
+        """A flat tensor in one of the slots, which is as large as the largest tensor asked of it so far."""
         parts = self._memory.setdefault(device, [torch.empty(0, dtype=torch.uint8)] * self.COUNT)
         needed = size * dtype.itemsize
         if parts[index].numel() < needed:
@@ -157,12 +158,12 @@ class Slots:
         return parts[index][:needed].view(dtype)
 
     def drop(self) -> None:
-        """Forget the memory: a collective that failed may still write there."""
+        """Release the memory: a collective that failed may still write to it."""
         self._memory = {}
 
 
 def check_bucket_mb(bucket_mb: float) -> int:
-    """Bytes of a bucket, or an error."""
+    """``bucket_mb`` in bytes. Raises if it is not a positive number."""
     if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, but got {bucket_mb!r}")
     return max((Slots.COUNT + 1) * _ALIGN, int(bucket_mb * 2**20))

@@ -1,4 +1,4 @@
-"""What of an optimizer and its module is averaged: parameters, buffers, optimizer state."""
+"""The tensors of an optimizer and its module that are averaged: parameters, buffers, optimizer state."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
+from offbeat import _torch
+from offbeat.sync.buffer_policy import buffer_items
 from offbeat.sync.items import Digest, Item
-from offbeat.sync.policies import buffer_items, reset_state, state_items
+from offbeat.sync.state_policy import FoundKeys, reset_state, state_items
 
 __all__ = ["Contents"]
 
 
 class Contents:
-    """The items of one optimizer and module, the same on every rank.
+    """The items of one optimizer and its module, the same on every rank.
 
-    Which parameters they are says ``requires_grad``, never a rank's gradients. One that has been averaged once is
-    averaged for good: frozen between two averages it would otherwise stay different on every rank.
+    Parameters are included if they have ``requires_grad``, whether this rank has a gradient for them or not. A
+    parameter that has been averaged once stays included: if it were frozen between two averages, ranks would keep
+    different values.
 
     Args:
         state: policy for optimizer state.
@@ -37,12 +39,12 @@ class Contents:
         if isinstance(module, DistributedDataParallel):
             self._module, self._ignored = module.module, module.parameters_to_ignore
         self._state, self._buffers = state, buffers
-        self._ever: Any = WeakIdKeyDictionary()
+        self._ever: Any = _torch.weak_table()
         self._digest, self._state_digest = Digest(), Digest()
         self._names: dict[int, tuple[Tensor, str]] = {}
 
     def params(self) -> dict[str, Tensor]:
-        """Parameters by name: the module's, or the place in the optimizer's groups."""
+        """Parameters by their name in the module, or by their position in the optimizer's groups."""
         nobody = (None, "")
         if any(self._names.get(id(p), nobody)[0] is not p for p in self._all()):
             named = self._module.named_parameters(remove_duplicate=False)
@@ -63,25 +65,29 @@ class Contents:
         """Optimizer state to average."""
         return state_items(self.optimizer, self._state, self.params())
 
+    def found_keys(self) -> FoundKeys:
+        """Which keys of the state policy the optimizer state has."""
+        return FoundKeys(self.optimizer, self._state)
+
     def digests(self, items: list[Item], state: list[Item]) -> tuple[int, ...]:
-        """What ranks compare."""
+        """Numbers that are equal on two ranks if their items and their state are."""
         return (*self._digest.of(items), *self._state_digest.of(state))
 
     def mark_averaged(self) -> None:
-        """These parameters are averaged, and will be from now on."""
+        """Include the current parameters in all averages from now on."""
         for p in self.params().values():
             self._ever[p] = True
 
     def reset_state(self) -> None:
-        """After an average: begin state anew where the policy says so."""
+        """After an average: reset state where the policy says so."""
         reset_state(self.optimizer, self._state)
 
     def averaged(self) -> list[int]:
-        """The places of parameters that have been averaged, for a checkpoint."""
+        """The positions of parameters that have been averaged, for a checkpoint."""
         return [i for i, p in enumerate(self._all()) if p in self._ever]
 
     def load_averaged(self, places: list[int]) -> None:
-        """As :meth:`averaged` said it."""
+        """Load what :meth:`averaged` returned."""
         params = self._all()
         for i in places:
             if i < len(params):

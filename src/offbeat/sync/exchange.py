@@ -1,7 +1,7 @@
-r"""One exchange: every item becomes the same on all ranks of a group, or nothing changes.
+r"""Replaces items by their mean over a process group, or changes nothing if a collective fails.
 
-Every item becomes the weighted mean :math:`\bar x = \sum_i w_i x_i / \sum_i w_i` (or the first rank's value) by
-all-reduces over slots of bounded memory: while one is on its way another is filled or emptied.
+Every item becomes the weighted mean :math:`\bar x = \sum_i w_i x_i / \sum_i w_i` (or the first rank's value). The
+all-reduces use buckets in bounded memory: while one is in flight, another is filled or emptied.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat.engine.tensors import local
 from offbeat.sync.agreement import Shares
 from offbeat.sync.buckets import Bucket, Slots, cut
 from offbeat.sync.items import FIRST, Item
@@ -27,14 +28,14 @@ class Exchange:
     """Reduces items in place, in bounded memory.
 
     Args:
-        bucket_bytes: how much memory it may take.
-        reduce_dtype: for floating-point numbers to travel in, if it is wider than their own.
-        undo: where values wait until a sync has succeeded; see :class:`offbeat.sync.undo.Undo`.
-        remember: keep how items were cut, and with it the items; not for gradients, which others want to free.
+        bucket_bytes: the memory for buckets.
+        reduce_dtype: the dtype in which floating-point numbers are reduced, if it is wider than their own.
+        undo: where old values are kept until an exchange has succeeded; see :class:`offbeat.sync.undo.Undo`.
+        remember: cache the buckets, which keeps the items alive; not for gradients, which must be freed.
 
     Attributes:
-        bytes_sent: what this rank has sent, counted as a ring all-reduce sends it: twice a tensor's bytes, less the
-            share this rank reduces itself.
+        bytes_sent: the bytes this rank has sent, counted as for a ring all-reduce of :math:`n` ranks:
+            :math:`2 (n-1)/n` times the size of the tensor.
     """
 
     def __init__(
@@ -50,10 +51,10 @@ class Exchange:
 
     @torch.no_grad()
     def average(self, items: Sequence[Item], group: Any, shares: Shares) -> None:
-        """Every item becomes the group's. If a collective fails, items are as they were, and its error is raised."""
+        """Replace items by their mean. If a collective fails, items keep their values and its error is raised."""
         buckets = self._cut(items)
         changed: list[Bucket] = []
-        # Where all results fit into the slots they can wait there until the last has come, and nothing need be undone.
+        # If all results fit into the slots, they stay there until the last one has arrived, and nothing must be undone.
         fits = len(buckets) <= Slots.COUNT
 
         def commit(bucket: Bucket, flat: Tensor, last: bool) -> None:
@@ -86,14 +87,14 @@ class Exchange:
         *,
         wait_for_all: bool = False,
     ) -> None:
-        """Reduce buckets one after the other; ``commit(bucket, result, last)`` is called with each in turn.
+        """Reduce the buckets in order, and call ``commit(bucket, result, last)`` for each of them.
 
-        The pieces are only read.
+        The pieces are not changed.
 
         Args:
-            wait_for_all: commit nothing before everything is reduced; for no more buckets than there are slots.
+            wait_for_all: commit only when all buckets are reduced; there must be no more buckets than slots.
         """
-        assert not shares.nobody, "a sum in which nobody counts is zero, and no mean"
+        assert not shares.nobody, "a mean needs at least one rank with a weight"
         ranks = dist.get_world_size(group)
         on_the_way: deque[tuple[Bucket, Tensor, Any]] = deque()
         slots = Slots.COUNT if wait_for_all else 2
@@ -124,22 +125,18 @@ class Exchange:
             raise
 
     def cut_for_background(self, item: Item, device: torch.device) -> list[Bucket]:
-        """Buckets for one large flat item that travels on a device."""
+        """Split one large flat item into buckets that are reduced on this device."""
         buckets = cut([item], self._slots.bytes, self.reduce_dtype)
         for bucket in buckets:
             bucket.device = device
         return buckets
 
     def _cut(self, items: Sequence[Item]) -> list[Bucket]:
-        """Buckets for these items, remembered for as long as they are the same and in the same places."""
+        """Buckets for these items; cached as long as they are the same tensors in the same memory."""
         if not self._remember:
             return cut(items, self._slots.bytes, self.reduce_dtype)
         tensors = [item.tensor for item in items]
-        places = [
-            (part.data_ptr(), part.shape, item.how)
-            for item in items
-            for part in [getattr(item.tensor, "_local_tensor", item.tensor)]
-        ]
+        places = [(part.data_ptr(), part.shape, item.how) for item in items for part in [local(item.tensor)]]
         known, where = self._remembered
         if len(known) != len(tensors) or not all(map(operator.is_, known, tensors)) or where != places:
             self._buckets = cut(items, self._slots.bytes, self.reduce_dtype)
@@ -148,14 +145,14 @@ class Exchange:
 
 
 def _fill(bucket: Bucket, flat: Tensor, shares: Shares) -> None:
-    """Write this rank's share of the sum."""
+    """Write this rank's part of the sum into the flat tensor."""
     if bucket.how == FIRST:
         if not shares.is_first:
             flat.zero_()
             return
         bucket.pack(flat)
     elif shares.factor == 0:
-        flat.zero_()  # not multiplied: a rank that does not count may hold numbers that are not finite
+        flat.zero_()  # not multiplied by 0: a rank without a weight may hold inf or NaN
     else:
         source = flat
         if len(bucket.pieces) == 1 and bucket.pieces[0].device == flat.device and bucket.pieces[0].dim() == 1:

@@ -1,58 +1,21 @@
-"""Whose gradients are averaged, step by step: all ranks' during warm-up, then a node's."""
+"""Averaging the gradients of modules without DDP, just before the step."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future
 
 from offbeat.sync.agreement import Shares, name_difference
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.groups import meeting_device, members
 from offbeat.sync.items import Digest, Item
 
-__all__ = ["GradientMean", "as_it_is", "bucket_hook", "mean_of_bucket"]
-
-
-def as_it_is(bucket: Any) -> Future[Any]:
-    """DDP's bucket, with this rank's own gradients."""
-    done: Future[Any] = Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
-def mean_of_bucket(group: Any, bucket: Any) -> Future[Any]:
-    """DDP's bucket, averaged over a group: divided first, so that half precision does not overflow."""
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
-        return as_it_is(bucket)
-    buffer = bucket.buffer()
-    buffer.div_(ranks)
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    reduced: Future[Any] = work.get_future().then(lambda done: done.value()[0])
-    return reduced
-
-
-def bucket_hook(group_now: Callable[[], Any], reduce: Callable[[Any, Any], Any]) -> Any:
-    """A DDP communication hook that asks for its group at every bucket; None leaves the bucket as it is.
-
-    Args:
-        reduce: called as ``reduce(group, bucket)``, as torch's hooks are whose state is a process group.
-    """
-
-    def local_sgd_hook(state: Any, bucket: Any) -> Future[Any]:
-        group = group_now()
-        if group is None:
-            return as_it_is(bucket)
-        return reduce(group, bucket)  # type: ignore[no-any-return]
-
-    local_sgd_hook.__annotations__ = {}  # DDP wants the types themselves or none, and these are their names
-    return local_sgd_hook
+__all__ = ["GradientMean"]
 
 
 class GradientMean:

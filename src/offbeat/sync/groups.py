@@ -1,4 +1,4 @@
-"""Who averages with whom: process groups from sizes, from a DeviceMesh, from the launcher, from shards."""
+"""Process groups to average over: from sizes, from a DeviceMesh, from hosts, from shards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat import _torch
 from offbeat.sync.quiet import quiet_new_threads
 
 __all__ = [
     "blocks",
+    "host_group",
+    "host_identity",
     "is_member",
     "meeting_device",
     "members",
@@ -31,7 +34,7 @@ def whole(group: Any = None) -> Any:
     """The group itself, or all ranks for None."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
-            "replicas are averaged over a process group, and there is none; call "
+            "averaging replicas needs a process group, but there is none; call "
             "torch.distributed.init_process_group() first (one rank is enough)"
         )
     return dist.group.WORLD if group is None else group
@@ -43,60 +46,53 @@ def is_member(group: Any) -> bool:
 
 
 def members(group: Any) -> list[int]:
-    """Global ranks."""
+    """The global ranks of a group."""
     return list(dist.get_process_group_ranks(group))
 
 
 def meeting_device(group: Any) -> torch.device:
-    """A device whose tensors the group can exchange: the CPU if it can."""
-    kinds = [device.type for device in getattr(group, "_device_types", [])]
+    """A device whose tensors the group can exchange, preferably the CPU."""
+    kinds = _torch.device_types(group)
     if not kinds or "cpu" in kinds:
         return torch.device("cpu")
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
 def _new(ranks: Sequence[int], within: Any) -> Any:
-    """A new group of these ranks, with the backend and the patience of the one they are within.
+    """A new group of these ranks, with the backend and the timeout of the group ``within``.
 
-    All ranks of ``within`` call this at the same time, each with the group it wants to be in.
+    All ranks of ``within`` call this together, each with the ranks of its own new group.
     """
     everyone = members(within)
     found: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(found, (tuple(ranks), len(dist.distributed_c10d._world.pg_names)), group=within)
+    dist.all_gather_object(found, (tuple(ranks), _torch.count_groups()), group=within)
     same = dist.get_backend_config(within) == dist.get_backend_config()
-    options = {"timeout": _timeout(within), "backend": None if same else dist.get_backend_config(within)}
+    # torch would give a new group its default patience of half an hour.
+    options = {"timeout": _torch.timeout_of(within), "backend": None if same else dist.get_backend_config(within)}
     if len(everyone) == dist.get_world_size():
         mine = None
         for wanted in sorted({wanted for wanted, _ in found}):
             group = dist.new_group(list(wanted), **options)
             mine = group if wanted == tuple(ranks) else mine
         return mine
-    # Ranks outside do not call this, so that torch makes the group's name from its ranks and from how many groups
-    # there are: if members have different numbers of groups they would wait for each other under different names.
+    _torch.require("subgroup")
+    # Ranks outside of ``within`` do not call this. torch then names the group after its ranks and the number of groups
+    # so far; with different numbers, its members would wait for each other under different names.
     counts = {count for wanted, count in found if wanted == tuple(ranks)}
     if len(counts) > 1:
         raise RuntimeError(
             f"a process group of ranks {list(ranks)} is needed, but torch can make one without the other ranks only if "
-            f"its members have as many groups as each other, and they have {sorted(counts)}; make process groups with "
-            "calls that all ranks share, such as dist.new_subgroups or init_device_mesh"
+            f"all its members have made the same number of groups, and they have made {sorted(counts)}; make process "
+            "groups with calls on all ranks, such as dist.new_subgroups or init_device_mesh"
         )
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
-def _timeout(group: Any) -> Any:
-    """How long a group waits; torch would give a new one its default of half an hour."""
-    for device in getattr(group, "_device_types", []):
-        found = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if found is not None:
-            return found
-    return None
-
-
 def twin(group: Any, within: Any) -> Any:
-    """Another group of the same ranks: a thread's collectives must not mix with the program's.
+    """Another group of the same ranks, so that collectives of a thread do not mix with those of the program.
 
     Args:
-        within: the ranks that call this together, each with a group of its own or the same.
+        within: the ranks that call this together, each with its own group.
     """
     with quiet_new_threads("gloo"):
         return _new(members(group), within)
@@ -106,7 +102,7 @@ def blocks(group: Any, size: int) -> Any:
     """The block of ``size`` consecutive ranks of the group that this rank is in."""
     ranks = members(group)
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(ranks) % size:
-        raise ValueError(f"a group of {len(ranks)} ranks cannot be cut into blocks of {size!r}; give a divisor of it")
+        raise ValueError(f"{len(ranks)} ranks cannot be split into blocks of {size!r}; use a divisor of {len(ranks)}")
     if size == len(ranks):
         return group  # on every rank
     start = ranks.index(dist.get_rank()) // size * size
@@ -114,7 +110,7 @@ def blocks(group: Any, size: int) -> Any:
 
 
 def mesh_group(mesh: Any, names: str | Sequence[str]) -> Any:
-    """The ranks along one dimension of a DeviceMesh, or along several together."""
+    """The process group of one dimension of a DeviceMesh, or of several dimensions together."""
     known = mesh.mesh_dim_names or ()
     wanted = (names,) if isinstance(names, str) else tuple(names)
     for name in wanted:
@@ -123,19 +119,57 @@ def mesh_group(mesh: Any, names: str | Sequence[str]) -> Any:
     if len(wanted) == 1:
         return mesh.get_group(wanted[0])
     part = mesh[wanted]
-    return part._flatten("_".join(wanted) + "_offbeat").get_group()
+    return _torch.flat_mesh(part, "_".join(wanted) + "_offbeat").get_group()
+
+
+def host_identity() -> tuple[str, str]:
+    """The name of this host and, on Linux, the id of its boot.
+
+    The name alone is not enough: several machines may all be called ``localhost``.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return socket.gethostname(), boot
+
+
+def host_group(group: Any) -> Any:
+    """The ranks of this group on this rank's host; all ranks of the group call it.
+
+    If the launcher sets ``LOCAL_WORLD_SIZE``, as torchrun does, this says which ranks share a host. Otherwise ranks
+    compare :func:`host_identity`. The number of accelerators does not matter.
+    """
+    together, _ = _ranks_of_host(group)
+    return group if together == members(group) else _new(together, group)
 
 
 def node_group(group: Any) -> Any:
-    """The ranks of this group on this rank's node, or None if it is the only one.
+    """The ranks of this group on this rank's host, or None if this rank trains by itself.
 
-    A node is what the launcher says (``LOCAL_WORLD_SIZE``, as torchrun sets it), else a host name; where no launcher
-    says anything and all ranks are on one host, each is a node of its own. The number of devices says nothing about
-    it: there may be fewer processes, or none of them uses a device.
+    A rank trains by itself if it is alone on its host, or if all ranks are on one host and ``LOCAL_WORLD_SIZE`` is not
+    set.
     """
+    together, by_launcher = _ranks_of_host(group)
+    if together == members(group):
+        if not by_launcher or len(together) == 1:
+            return None
+        warnings.warn(
+            "all ranks are on one node, so gradients are averaged over all of them at every step and averaging "
+            "parameters changes nothing; pass subgroup=None (or a smaller process group) to let ranks train by "
+            "themselves",
+            stacklevel=4,
+        )
+    node = _new(together, group)
+    return node if len(together) > 1 else None
+
+
+def _ranks_of_host(group: Any) -> tuple[list[int], bool]:
+    """The ranks of this group on this rank's host, and whether the launcher has set ``LOCAL_WORLD_SIZE``."""
     ranks, me = members(group), dist.get_rank()
     found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, _node(me), group=group)
+    dist.all_gather_object(found, _host_of(me), group=group)
     for rank, (kind, value) in zip(ranks, found, strict=True):
         if kind == "bad":
             raise ValueError(f"LOCAL_WORLD_SIZE must be a number of processes, but on rank {rank} it is {value!r}")
@@ -143,41 +177,31 @@ def node_group(group: Any) -> Any:
         unset = [rank for rank, (kind, _) in zip(ranks, found, strict=True) if kind == "host"]
         raise ValueError(
             f"LOCAL_WORLD_SIZE is set for some ranks and not for others ({', '.join(map(str, unset))}); set it for all "
-            "or none, or give subgroup="
+            "or none, or pass subgroup="
         )
     mine = found[ranks.index(me)]
-    together = [rank for rank, node in zip(ranks, found, strict=True) if node == mine]
-    if len(together) == len(ranks):
-        if mine[0] == "host" or len(ranks) == 1:
-            return None
-        warnings.warn(
-            "all ranks are on one node, so gradients are averaged over all of them at every step and averaging "
-            "parameters changes nothing; give subgroup=None (or one of your own) to have ranks train by themselves",
-            stacklevel=4,
-        )
-    node = _new(together, group)
-    return node if len(together) > 1 else None
+    return [rank for rank, host in zip(ranks, found, strict=True) if host == mine], mine[0] == "launcher"
 
 
-def _node(me: int) -> tuple[str, Any]:
+def _host_of(me: int) -> tuple[str, Any]:
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
-        return "host", socket.gethostname()
+        return "host", host_identity()
     if not size.isdigit() or int(size) < 1:
-        return "bad", size  # raised when all ranks know
+        return "bad", size  # raises on all ranks together
     local = os.environ.get("LOCAL_RANK")
     first = me - int(local) if local is not None and local.isdigit() else me // int(size) * int(size)
     return "launcher", (first, int(size))
 
 
 def replica_group(params: Sequence[Tensor], group: Any) -> Any:
-    """For sharded parameters the ranks that hold the same shards as this one; for others the group itself."""
+    """For sharded parameters the ranks that hold the same shards as this rank; otherwise the group itself."""
     meshes = {p.device_mesh for p in params if hasattr(p, "device_mesh")}
     if not meshes:
         return group
     if len(meshes) > 1:
         raise ValueError(
-            f"parameters are sharded over {len(meshes)} meshes; give group= the ranks that hold the same shards"
+            f"parameters are sharded over {len(meshes)} meshes; pass the ranks that hold the same shards as group="
         )
     mesh: Any = meshes.pop()
     ranks, me = members(group), dist.get_rank()

@@ -1,4 +1,4 @@
-"""What replicas exchange: tensors with a name and a way to become one, the same list on every rank."""
+"""The tensors that replicas exchange: the same list of names and shapes on every rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from offbeat._torch import shard_place
+from offbeat.engine.tensors import is_dtensor, local
+
 __all__ = ["FIRST", "MEAN", "Digest", "Item", "describe", "local_part"]
 
 #: Every rank gets the weighted mean.
 MEAN = "mean"
-#: Every rank gets what the group's first rank that takes part has: for numbers that cannot be averaged.
+#: Every rank gets the value of the first rank with a weight: for tensors that cannot be averaged.
 FIRST = "first"
 
 
@@ -21,11 +24,11 @@ class Item(NamedTuple):
     """One tensor to exchange.
 
     Attributes:
-        name: for errors and for checkpoints; the same on every rank.
-        tensor: changed in place; a DTensor is exchanged shard by shard.
+        name: used in errors and checkpoints; the same on every rank.
+        tensor: changed in place; of a DTensor, the local shard.
         how: :data:`MEAN` or :data:`FIRST`.
-        late: what a delayed exchange does: add the difference (True), or put the exchanged value in its place. A
-            running variance must not go below zero, which a difference could bring about.
+        late: whether a delayed exchange adds the difference (True) or replaces the value (False). Adding a difference
+            could make a running variance negative.
     """
 
     name: str
@@ -35,28 +38,24 @@ class Item(NamedTuple):
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor, as numbers a collective can add."""
-    part = tensor.detach()
-    part = getattr(part, "_local_tensor", part)
+    """The local shard of a tensor, in a dtype that a collective can reduce."""
+    part = local(tensor.detach())
     if part.is_complex():
         part = torch.view_as_real(part)
     return part.view(torch.uint8) if part.dtype == torch.bool else part
 
 
 def describe(items: Sequence[Item]) -> list[tuple[str, str]]:
-    """For each item its name and everything about it that ranks must have in common."""
+    """For each item its name and a description, which must be the same on every rank."""
     return [(item.name, _form(item)) for item in items]
 
 
 def _form(item: Item) -> str:
     tensor = item.tensor
     words = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-    spec = getattr(tensor, "_spec", None)
-    if spec is not None:
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, spec.mesh, spec.placements)
-        words += f", shard {tuple(shape)} at {tuple(offset)}"
+    if is_dtensor(tensor):
+        shape, offset = shard_place(tensor)
+        words += f", shard {shape} at {offset}"
     strides = local_part(tensor).stride()
     if strides != _row_major(local_part(tensor)):
         words += f" with strides {tuple(strides)}"
@@ -72,14 +71,14 @@ def _row_major(tensor: Tensor) -> tuple[int, ...]:
 
 
 class Digest:
-    """128 bits that differ if the items of two ranks differ in anything they must have in common; remembered."""
+    """A cached 128-bit hash of the names and descriptions of items."""
 
     def __init__(self) -> None:
         self._key: Any = None
         self._bits = (0, 0)
 
     def of(self, items: Sequence[Item]) -> tuple[int, int]:
-        """The bits for these items."""
+        """The hash of these items, as two numbers."""
         key = [(item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.stride()) for item in items]
         if key != self._key:
             self._key, self._bits = key, _digest(items)

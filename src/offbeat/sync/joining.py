@@ -1,4 +1,4 @@
-"""Ranks that run out of data, under ``torch.distributed.algorithms.Join``."""
+"""Support for ``torch.distributed.algorithms.Join``, for ranks with less data than others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["LocalSGDJoinHook"]
 
 
 class LocalSGDJoinHook(JoinHook):
-    """A rank without data does what the others' steps need of it, and does not count."""
+    """On a rank that has run out of data, takes part in the collectives of the others with a weight of zero."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        """One step of the others."""
+        """Shadow one step of the other ranks."""
         self._optimizer._shadow_step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All are done: average what was learnt since the last time."""
+        """Average once more when all ranks are done."""
         self._optimizer._last_average()

@@ -1,4 +1,4 @@
-"""Levels of a hierarchy: each with its period and the group it averages over."""
+"""The levels of a hierarchy, each with a period and a process group to average over."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Level:
     """One level.
 
     Attributes:
-        period: steps from one average to the next, or a function from the step to that.
-        group: the ranks that average.
+        period: the number of steps between averages, or a function of the step that returns it.
+        group: the process group to average over.
     """
 
     period: Any
@@ -29,13 +29,14 @@ class Level:
 
 
 def make_levels(every: Any, group: Any, mesh: Any) -> list[Level]:
-    """Levels from what ``LocalSGD(every=)`` takes: a period, or periods with groups, lowest first.
+    """Make levels from the argument ``every`` of ``LocalSGD``.
 
     Args:
-        every: a number of steps, a function of the step, or a mapping or list of pairs of such a period and a group:
-            its size (blocks of consecutive ranks), a process group, or one or several names of a mesh's dimensions.
-        group: the group of a single period, which sizes are parts of.
-        mesh: the :class:`~torch.distributed.device_mesh.DeviceMesh` that names are from.
+        every: a period (a number of steps, or a function of the step), or levels, lowest first, as a mapping or list of
+            pairs of a period and a group: a size (blocks of consecutive ranks), a process group, or the names of one
+            or several dimensions of ``mesh``.
+        group: the group of a single period; blocks are parts of it.
+        mesh: the :class:`~torch.distributed.device_mesh.DeviceMesh` whose dimensions are named.
     """
     if isinstance(every, Mapping):
         pairs = list(every.items())
@@ -52,13 +53,14 @@ def make_levels(every: Any, group: Any, mesh: Any) -> list[Level]:
         check_period(period, "every")
     numbers = [period for period, _ in pairs if not callable(period)]
     if numbers != sorted(set(numbers)):
-        raise ValueError(f"the periods of levels must ascend, since the last that is due is taken, but got {numbers}")
+        raise ValueError(f"the periods of levels must be in ascending order, but got {numbers}")
     levels = [Level(period, _resolve(where, group, mesh)) for period, where in pairs]
     for lower, higher in pairwise(levels):
         if dist.get_world_size(lower.group) > dist.get_world_size(higher.group):
             raise ValueError(
-                f"a level of {dist.get_world_size(lower.group)} ranks stands below one of "
-                f"{dist.get_world_size(higher.group)}; small groups are averaged often and large ones seldom"
+                f"the groups of levels must not become smaller, but a level of {dist.get_world_size(lower.group)} "
+                f"ranks is followed by one of {dist.get_world_size(higher.group)}; average small groups often and "
+                "large ones rarely"
             )
     return levels
 
@@ -68,15 +70,17 @@ def _resolve(where: Any, group: Any, mesh: Any) -> Any:
         return blocks(group, where)
     if isinstance(where, str) or (isinstance(where, Sequence) and all(isinstance(name, str) for name in where)):
         if mesh is None:
-            raise ValueError(f"every names a dimension of a mesh ({where!r}); give that DeviceMesh as mesh=")
+            raise ValueError(f"every names a dimension of a mesh ({where!r}); pass that DeviceMesh as mesh=")
         return mesh_group(mesh, where)
     if hasattr(where, "get_group"):
         return where.get_group()
     if not isinstance(where, dist.ProcessGroup):
         raise TypeError(
-            "a level's group is a size, a process group, or the name of a mesh's dimension, "
+            "a level's group must be a size, a process group, or the name of a mesh dimension, "
             f"but got {type(where).__name__}"
         )
     if dist.get_rank() not in members(where):
-        raise ValueError(f"this rank ({dist.get_rank()}) is not in the group of a level, {members(where)}")
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the group of a level, {members(where)}; pass a group that contains it"
+        )
     return where

@@ -1,4 +1,4 @@
-"""``LocalSGD``: replicas that train by themselves and are averaged now and then, in one line."""
+"""``LocalSGD``: replicas that train by themselves and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat.overlap.checks import averaged_in_step, is_inside_ddp
+from offbeat import _torch
+from offbeat.ddp import is_inside_ddp
 from offbeat.overlap.handle import overlap_of
 from offbeat.sync.agreement import check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.averaging import Averaging
 from offbeat.sync.buckets import check_bucket_mb
+from offbeat.sync.buffer_policy import check_buffers
 from offbeat.sync.checks import check_cover, check_delay, check_module, find_subgroup, in_words
 from offbeat.sync.contents import Contents
 from offbeat.sync.exchange import Exchange
@@ -28,53 +30,54 @@ from offbeat.sync.groups import meeting_device, replica_group, whole
 from offbeat.sync.items import Item
 from offbeat.sync.joining import LocalSGDJoinHook
 from offbeat.sync.levels import make_levels
-from offbeat.sync.policies import check_buffers, check_state
 from offbeat.sync.schedule import Schedule
+from offbeat.sync.state_policy import check_state
 from offbeat.sync.wrapper import OptimizerWrapper
 
 __all__ = ["LocalSGD"]
 
 
 class LocalSGD(OptimizerWrapper, Joinable):
-    r"""Any optimizer, with replicas that agree only now and then.
+    r"""Wraps any optimizer and averages the parameters of replicas every few steps.
 
-    During ``warmup`` steps gradients are averaged over all ranks, as DDP does. Then each node goes its own way
-    (gradients are averaged inside the node only) and after every ``every`` steps parameters are averaged over all:
+    During the first ``warmup`` steps gradients are averaged over all ranks, as DDP does. After that gradients are
+    averaged inside each node only, and every ``every`` steps parameters are averaged over all ranks:
 
-    .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j \Big/ \sum_j w_j, \qquad w_j = 1 \text{ or what rank } j
-       \text{ has seen.}
+    .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j \Big/ \sum_j w_j, \qquad w_j = 1 \text{ or the amount}
+       \text{ of data rank } j \text{ has seen.}
 
-    After step :math:`s` (from 0) that is when :math:`s \ge \text{warmup}` and
-    :math:`(s - \text{warmup}) \bmod \text{every} = 0`: the schedule of ``PostLocalSGDOptimizer`` with
-    ``PeriodicModelAverager`` and ``post_local_sgd_hook``, whose place this takes, with one counter.
+    Steps are counted from 0. Parameters are averaged after step :math:`s` if :math:`s \ge \text{warmup}` and
+    :math:`(s - \text{warmup}) \bmod \text{every} = 0`. This is the schedule of ``PostLocalSGDOptimizer`` with
+    ``PeriodicModelAverager`` and ``post_local_sgd_hook``; LocalSGD replaces all three, with one counter.
 
     Args:
         opt: the optimizer, overlapped or not.
         module: the module it trains: DDP, plain, or ``fully_shard``-ed. DDP averages gradients during backward. For
-            others that happens in ``step()``; call :meth:`average_gradients` first to clip averaged ones.
-        every: steps from one average to the next; or a function from the step to that; or levels, lowest first, as a
-            mapping from period to group (a size, a process group, or names of dimensions of ``mesh``). After a step
-            only the highest level that is due is averaged.
-        warmup: steps with globally averaged gradients; or a function from the step to whether it is one of those,
-            asked until it says no.
-        group: the ranks to average over. None is all; for sharded modules, those that hold the same shards.
-        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for none.
-        mesh: whose dimensions ``every`` names.
-        delay: 0 averages at once. :math:`k > 0` sends a copy in the background and after :math:`k` more steps adds
-            what the average changed: :math:`x_i(t+k) \leftarrow x_i(t+k) + (\bar x(t) - x_i(t))`.
+            other modules ``step()`` does; to clip averaged gradients, call :meth:`average_gradients` first.
+        every: the number of steps between averages; or a function of the step that returns it; or levels, lowest
+            first, as a mapping from period to group (a size, a process group, or names of dimensions of ``mesh``).
+            After a step only the highest level that is due is averaged.
+        warmup: the number of steps with globally averaged gradients; or a function of the step that returns whether
+            warm-up continues, called until it returns False.
+        group: the ranks to average over: all if None, or for sharded modules those that hold the same shards.
+        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
+        mesh: the DeviceMesh whose dimensions ``every`` names.
+        delay: 0 averages immediately. :math:`k > 0` averages a copy in the background, and :math:`k` steps later adds
+            the difference: :math:`x_i(t+k) \leftarrow x_i(t+k) + (\bar x(t) - x_i(t))`.
         state: what an average does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from
-            keys to these, others being kept.
-        buffers: what it does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first rank's) or
-            ``"keep"``. DDP's own broadcast at every forward is off after warm-up.
-        weighted: weigh ranks by what they have told :meth:`seen`, instead of equally.
-        comm_hook: reduces DDP's gradients, called as ``comm_hook(group, bucket)``; torch's ``fp16_compress_hook`` is
-            one.
-        bucket_mb: how much memory an average may take.
-        reduce_dtype: for parameters to travel in if it is wider than their own: ``torch.float32`` adds up the
-            bfloat16 parameters of many ranks without losing digits.
-        snapshot: where the copy of a delayed average lies: ``"device"`` or ``"cpu"``.
-        undo: where parameters' values wait until an average has succeeded: ``"disk"``, ``"memory"``, ``"off"``, or
-            ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
+            keys to these, which keeps all other keys. ``"reset"`` sets a key to the value that its optimizer starts it
+            from (zero for optimizers that offbeat does not know). A key that the optimizer does not have raises.
+        buffers: what an average does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first
+            rank's) or ``"keep"``. After warm-up DDP no longer broadcasts buffers at every forward.
+        weighted: weigh ranks by the amounts given to :meth:`seen`, instead of equally.
+        comm_hook: a communication hook for DDP whose state is a process group, called as
+            ``comm_hook(group, bucket)``; for example torch's ``fp16_compress_hook``.
+        bucket_mb: the memory for buckets, in MiB.
+        reduce_dtype: the dtype to average parameters in, if it is wider than their own; for example ``torch.float32``
+            for bfloat16 parameters.
+        snapshot: where to keep the copy of a delayed average: ``"device"`` or ``"cpu"``.
+        undo: where the old values of parameters are kept until an average has succeeded: ``"disk"``, ``"memory"``,
+            ``"off"``, or ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
 
     Example::
 
@@ -90,8 +93,8 @@ class LocalSGD(OptimizerWrapper, Joinable):
         3
         >>> dist.destroy_process_group()
 
-    Limits: functions given as ``every`` and ``warmup`` must say the same on every rank. What was learnt since the last
-    average is each rank's own: call :meth:`finish` (or :meth:`sync`) before the model is used or saved as one.
+    Limits: functions given as ``every`` and ``warmup`` must return the same on every rank. Between averages parameters
+    differ between ranks: call :meth:`finish` or :meth:`sync` before you use or save the model.
     """
 
     def __init__(
@@ -114,20 +117,21 @@ class LocalSGD(OptimizerWrapper, Joinable):
         snapshot: str = "device",
         undo: str = "auto",
     ) -> None:
+        _torch.require("sync")
         check_module(opt, module)
         check_delay(delay, every)
-        check_state(state, delay)
+        check_state(state, delay, opt)
         check_buffers(buffers)
         if snapshot not in ("device", "cpu"):
             raise ValueError(f"snapshot must be 'device' or 'cpu', but got {snapshot!r}")
         if reduce_dtype is not None and not reduce_dtype.is_floating_point:
             raise ValueError(f"reduce_dtype must be a floating-point dtype, but got {reduce_dtype}")
-        Schedule([], warmup)  # raises before anything is done
+        Schedule([], warmup)  # checks warmup before any collective
         bucket_bytes = check_bucket_mb(bucket_mb)
         exchange = Exchange(bucket_bytes, reduce_dtype, undo)
         super().__init__(opt)
         Joinable.__init__(self)
-        module = getattr(module, "_orig_mod", module)  # torch.compile's
+        module = _torch.inner_module(module)
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = whole(group)
@@ -143,20 +147,20 @@ class LocalSGD(OptimizerWrapper, Joinable):
                 "bucket_mb": bucket_mb,
                 "reduce_dtype": reduce_dtype,
                 "comm_hook": in_words(comm_hook),
-                "DistributedDataParallel": isinstance(getattr(module, "_orig_mod", module), DistributedDataParallel),
+                "DistributedDataParallel": isinstance(module, DistributedDataParallel),
             },
             within,
         )
         if sharded and not (subgroup is None or subgroup == "node"):
             raise ValueError(
-                "a sharded module averages gradients over its mesh by itself, and other ranks hold other shards; "
-                "leave subgroup out"
+                "subgroup cannot be used with a sharded module, which averages gradients over its own mesh; leave "
+                "subgroup out"
             )
         self._group = replica_group(params, within) if sharded and group is None else within
         if sharded and dist.get_world_size(self._group) == 1 < dist.get_world_size(within):
             warnings.warn(
-                "the module is sharded over all ranks, so there is one replica and nothing to average; shard over a "
-                "mesh inside the node to have replicas between nodes",
+                "the module is sharded over all ranks, so there is one replica and nothing to average; to have several "
+                "replicas, shard over a mesh inside each node",
                 stacklevel=2,
             )
         self._subgroup = find_subgroup(subgroup, self._group, sharded)
@@ -180,42 +184,41 @@ class LocalSGD(OptimizerWrapper, Joinable):
         handle = overlap_of(opt)
         check_cover(self._ddp, self._contents.params(), self._group)
         if self._ddp is not None:
-            attach(self, self._ddp, comm_hook, handle)
+            attach(self, self._ddp, comm_hook)
         else:
             self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
         self._is_stepping = False
         guard = opt.register_step_pre_hook(_Guard(self))
         weakref.finalize(self, guard.remove).atexit = False
-        self._introduce()
 
     @property
     def steps(self) -> int:
-        """How many steps have been made."""
+        """The number of steps made."""
         return self._schedule.step
 
     @property
     def syncs(self) -> int:
-        """How many averages have been begun."""
+        """The number of averages begun."""
         return self._averaging.count
 
     @property
     def is_local(self) -> bool:
-        """Whether warm-up is over for the step that is being made."""
+        """Whether the current step is after warm-up."""
         return self._schedule.is_local
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent for averages of parameters, state and buffers; gradients are not counted."""
+        """The number of bytes this rank has sent to average parameters, state and buffers, without gradients."""
         return self._averaging.bytes_sent
 
     def seen(self, amount: float) -> None:
-        """Say how many samples or tokens this rank has trained on since the last call, for ``weighted=True``."""
+        """With ``weighted=True``: add the number of samples or tokens this rank has trained on since the last call."""
         self._averaging.see(amount)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, then an average if one is due.
+        """Call the optimizer's step, then average if the schedule says so.
 
-        If a collective of the average fails, its error is raised and parameters are as the optimizer left them.
+        If a collective of the average fails, its error is raised and parameters keep the values after the step.
         """
         with self._scaled_step():
             Join.notify_join_context(self)
@@ -234,21 +237,21 @@ class LocalSGD(OptimizerWrapper, Joinable):
                     check_cover(self._ddp, self._contents.params(), self._group)
                 self._averaging.after_step(self._schedule.step, level)
             finally:
-                self._schedule.advance()  # also after a failure: the step was made, and ranks stay in step
+                self._schedule.advance()  # even if the average failed, so that all ranks count the same
             return loss
 
     def sync(self) -> None:
-        """Average over all ranks now, whatever the schedule says. Every rank must call it after the same step."""
+        """Average over all ranks now, independently of the schedule. Call it on every rank, after the same step."""
         self._averaging.now(self._schedule.step, self._top)
         self._schedule.averaged_already()
 
     def finish(self) -> None:
-        """This rank has no data left: take part in averages until all ranks are done, then average once more.
+        """Call it when this rank has no data left: takes part in averages until all ranks are done.
 
-        A rank counts in the average that follows its last step, and not after that. When this returns all replicas are
-        the same, and their counters stand at the largest number of steps that any has made. During warm-up, and for
-        ranks whose node goes on averaging gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
-        this optimizer instead: their collectives are at every step.
+        A rank has a weight in the average after its last step, and none after that. When this method returns, all
+        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. During warm-up, and if other
+        ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
+        this optimizer instead, because there are collectives at every step.
         """
         self._averaging.land()
         if self._top_size == 1 or not self._schedule.is_local:
@@ -265,22 +268,22 @@ class LocalSGD(OptimizerWrapper, Joinable):
             self._schedule.advance()
 
     def average_gradients(self) -> None:
-        """For modules without DDP: average gradients now, so that what follows (clipping, say) sees averaged ones.
+        """For modules without DDP: average gradients now, for example to clip them before ``step()``.
 
-        ``step()`` does so if a backward pass has added to gradients since. Under DDP backward has done it, and nothing
-        happens. Every rank must call it. With a scaler call ``scaler.unscale_(optimizer)`` first.
+        Otherwise ``step()`` does it. With DDP this does nothing, because backward has averaged them. Call it on every
+        rank, and with a scaler after ``scaler.unscale_(optimizer)``.
         """
         self._reduce_gradients(False)
 
     def _gradient_group(self) -> Any:
-        """Over which ranks gradients of the step that is being made are averaged; None for no others."""
+        """The process group over which gradients of the current step are averaged; None if they are not."""
         return self._subgroup if self._schedule.settle() else self._group
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on exactly: the optimizer's state, the counter, and an average that is under way.
+        """Everything needed to continue exactly: the optimizer's state, the counter, and an average in flight.
 
-        After warm-up ranks differ between averages, and each must save its own. An average that is under way is waited
-        for, and will be landed when it would have been.
+        Between averages ranks differ, so that each must save its own. An average in flight is waited for; after
+        loading it is applied at the step at which it would have been.
         """
         schedule = self._schedule.state_dict()
         step = schedule.pop("step")
@@ -319,7 +322,7 @@ class LocalSGD(OptimizerWrapper, Joinable):
         return LocalSGDJoinHook(self)
 
     def _shadow_step(self) -> None:
-        """Do what a step of the other ranks needs of one that has no data."""
+        """On a rank without data: take part in the collectives of one step of the other ranks."""
         self._begin()
         group = self._gradient_group()
         if self._gradient_mean is not None and group is not None:
@@ -331,11 +334,11 @@ class LocalSGD(OptimizerWrapper, Joinable):
         self._schedule.advance()
 
     def _last_average(self) -> None:
-        """After the last step of all ranks."""
+        """Average after the last step of all ranks."""
         self._averaging.take_part(self._schedule.step, self._top, may_be_last=True)
 
     def _begin(self) -> None:
-        """Before the first step: where nobody else has made replicas equal, see that they are."""
+        """Before the first step: check that replicas are equal, unless DDP has made them so."""
         if not self._begun:
             self._begun = True
             others = self._gradient_mean is not None
@@ -350,35 +353,34 @@ class LocalSGD(OptimizerWrapper, Joinable):
     ) -> None:
         if comm_hook is not None:
             raise ValueError(
-                f"comm_hook is for DistributedDataParallel modules, but the module is a {type(module).__name__}"
+                f"comm_hook needs a DistributedDataParallel module, but the module is a {type(module).__name__}; wrap "
+                "it or leave comm_hook out"
             )
         if dist.get_world_size(self._group) == 1:
             return
         if is_inside_ddp(list(self._contents.params().values())):
             raise ValueError(
-                "parameters of this module belong to a DistributedDataParallel module, which would go on averaging "
-                "their gradients over all ranks at every step; give the DistributedDataParallel module to LocalSGD()"
+                "parameters of this module belong to a DistributedDataParallel module, which would still average their "
+                "gradients over all ranks at every step; pass the DistributedDataParallel module to LocalSGD"
             )
         if handle is None:
             self._gradient_mean = GradientMean(bucket_bytes)
             self._gradient_mean.watch(self._contents.params())
-            # For overlap(), which would use gradients before they are averaged here.
-            averaged_in_step[self.optim] = weakref.ref(self)
         elif self._subgroup is not None or self._schedule.warmup != 0:
             raise ValueError(
-                "the optimizer is overlapped, so gradients of a module without DistributedDataParallel have been used "
-                "when step() would average them; give warmup=0 and subgroup=None, or wrap the module"
+                "the optimizer is overlapped and the module is not in DistributedDataParallel, so gradients are used "
+                "before step() could average them; pass warmup=0 and subgroup=None, or wrap the module"
             )
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """While gradients are averaged the loss is too: who looks at it (LBFGS) must decide the same on every rank."""
+        """Average the loss along with the gradients, so that LBFGS decides the same on every rank."""
         group = self._gradient_group()
         if group is None or dist.get_world_size(group) == 1:
             return closure
-        if self._join_config.enable:
+        if _torch.is_joining(self):
             raise RuntimeError(
-                "step(closure) cannot be used under Join while gradients are averaged: a rank without data does not "
-                "know how often the closure is called"
+                "step(closure) cannot be used under Join while gradients are averaged, because a rank without data "
+                "does not know how often the closure is called; call backward() yourself and step() without a closure"
             )
 
         def averaged() -> Any:
@@ -403,15 +405,26 @@ class LocalSGD(OptimizerWrapper, Joinable):
         group = self._gradient_group()
         if self._gradient_mean is None or group is None:
             return found
-        # Averaged gradients are finite nowhere if they are not finite somewhere.
+        # If one rank has inf or NaN in its gradients, so has every rank after averaging.
         return self._gradient_mean.average(self._contents.params(), group, found=found)
 
 
 class _Guard:
-    """Before the inner optimizer's step: whoever calls it by itself would go without averages, and never know."""
+    """Runs before the inner optimizer's step and raises if LocalSGD did not call it: nothing would be averaged."""
 
     def __init__(self, wrapper: LocalSGD) -> None:
         self._wrapper = weakref.ref(wrapper)
+
+    @property
+    def reads_gradients(self) -> str | None:
+        """Why ``overlap()`` must refuse the inner optimizer, if so; see :class:`offbeat.overlap.ReadsGradients`."""
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper._gradient_mean is None:
+            return None
+        return (
+            "LocalSGD averages this optimizer's gradients in step(), after overlap() would have used them; call "
+            "overlap() before it, with warmup=0 and subgroup=None, or wrap the module in DistributedDataParallel"
+        )
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         wrapper = self._wrapper()
@@ -420,6 +433,6 @@ class _Guard:
         handle = overlap_of(optimizer)
         if handle is None or not handle.is_stepping:
             raise RuntimeError(
-                f"step() was called on the {type(optimizer).__name__} inside LocalSGD, and replicas would never be "
-                "averaged; call step() on LocalSGD (and give LocalSGD to the scaler), or delete LocalSGD first"
+                f"step() was called on the {type(optimizer).__name__} inside LocalSGD, so that replicas would never be "
+                "averaged; call step() on LocalSGD (and pass LocalSGD to the scaler), or delete LocalSGD first"
             )

@@ -1,4 +1,4 @@
-"""Post-local SGD with torch's names: a gradient hook, its state, and an optimizer that averages."""
+"""Post-local SGD with torch's names: a communication hook, its state, and an optimizer that averages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from offbeat.sync.gradients import as_it_is, mean_of_bucket
-from offbeat.sync.groups import blocks, node_group, whole
+from offbeat.ddp import as_it_is, mean_of_bucket
+from offbeat.sync.groups import host_group, whole
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.wrapper import OptimizerWrapper
 
@@ -21,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class PostLocalSGDState:
-    """What :func:`post_local_sgd_hook` needs to know. Takes the place of torch's class of this name.
+    """The state of :func:`post_local_sgd_hook`. A drop-in for torch's class of the same name.
 
     Args:
-        process_group: averages gradients during warm-up; None is all ranks.
-        subgroup: averages gradients afterwards; None is this node's ranks, found when they are first needed.
-        start_localSGD_iter: how many iterations warm-up has; the averager's ``warmup_steps`` must be the same.
+        process_group: averages gradients during warm-up; all ranks if None.
+        subgroup: averages gradients after warm-up. If None, the ranks on this host, found when first needed: from the
+            launcher's ``LOCAL_WORLD_SIZE``, or else by comparing host names and boot ids.
+        start_localSGD_iter: the number of iterations of warm-up; must equal the averager's ``warmup_steps``.
         post_local_gradient_allreduce: whether gradients are averaged in the subgroup after warm-up.
     """
 
@@ -56,14 +58,14 @@ class PostLocalSGDState:
         self._noted: set[int] = set()
 
     def maybe_increase_iter(self, bucket: Any) -> None:
-        """Count an iteration with its last bucket."""
+        """Count an iteration when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
         if self.iter == self.start_localSGD_iter:
             logger.info("Start to apply local SGD after %s iterations.", self.iter)
 
     def note(self, bucket: Any) -> None:
-        """Let averagers of these parameters know of this state."""
+        """Register this state for the averagers of these parameters."""
         params = [p for p in bucket.parameters() if id(p) not in self._noted]
         if params:
             note_hook(self, params)
@@ -73,7 +75,7 @@ class PostLocalSGDState:
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
     """DDP communication hook: averages gradients globally during warm-up, then in the subgroup.
 
-    Takes the place of torch's ``post_localSGD_hook``; register it with
+    A drop-in for torch's ``post_localSGD_hook``; register it with
     ``ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)``.
     """
     if isinstance(state, PostLocalSGDState):
@@ -85,22 +87,34 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
     if not state.post_local_gradient_allreduce:
         return as_it_is(bucket)
     if state.subgroup is None:
-        state.subgroup = node_group(everyone) or blocks(everyone, 1)
+        state.subgroup = _host_of(everyone)
     return mean_of_bucket(state.subgroup, bucket)
 
 
-post_local_sgd_hook.__annotations__ = {}  # DDP wants the types themselves or none, and these are their names
+def _host_of(everyone: Any) -> Any:
+    group, ranks = host_group(everyone), dist.get_world_size(everyone)
+    if ranks > 1 and dist.get_world_size(group) == ranks:
+        warnings.warn(
+            f"all {ranks} ranks are on one host, so their gradients are averaged at every step after warm-up too, and "
+            "averaging parameters changes nothing; pass a smaller subgroup to PostLocalSGDState, or "
+            "post_local_gradient_allreduce=False to let ranks train by themselves",
+            stacklevel=3,
+        )
+    return group
 
-#: Under torch's own name.
+
+post_local_sgd_hook.__annotations__ = {}  # DDP checks annotations, but here they are strings
+
+#: torch's name for it.
 post_localSGD_hook = post_local_sgd_hook
 
 
 class PostLocalSGDOptimizer(OptimizerWrapper):
-    """Any optimizer, followed by an averager. Takes the place of torch's class of this name.
+    """Wraps an optimizer and calls an averager after each step. A drop-in for torch's class of the same name.
 
     Args:
         optim: the local optimizer.
-        averager: averages its parameters after each of its steps: ours, or torch's.
+        averager: averages its parameters; offbeat's or torch's.
 
     Example::
 
@@ -111,8 +125,8 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
             averager=offbeat.PeriodicModelAverager(period=4, warmup_steps=100),
         )
 
-    A :class:`torch.amp.GradScaler` that finds an overflow on one rank skips that rank's step, and never an average.
-    :class:`offbeat.LocalSGD` does all of the above in one line.
+    If a :class:`torch.amp.GradScaler` finds an overflow on one rank, it skips that rank's step, but never an average.
+    :class:`offbeat.LocalSGD` does all of this in one line.
     """
 
     def __init__(self, optim: Optimizer, averager: Any) -> None:
@@ -120,27 +134,26 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
             raise TypeError(f"averager must have average_parameters() and a step, but got {type(averager).__name__}")
         super().__init__(optim)
         self.averager = averager
-        self._introduce()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's step, then the averager's."""
+        """Call the optimizer's step, then the averager."""
         with self._scaled_step():
             loss = self._step_inner(closure)
             self.averager.average_parameters(params=self.param_groups)
             return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, and the averager's step under ``"step"``."""
+        """The optimizer's state dict, with the averager's step under ``"step"``."""
         return self._finish_state_dict({**self._inner_state_dict(), "step": self.averager.step})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class, of torch's, or of the optimizer alone (which begins warm-up anew)."""
+        """Load a checkpoint of this class, of torch's, or of the optimizer alone (which restarts warm-up)."""
         state_dict = self._begin_load(state_dict)
         step = state_dict.pop("step", None)
         if (state_dict.pop("local_sgd", None) or {}).get("flight") is not None:
             warnings.warn(
-                "the checkpoint has an average under way, which PostLocalSGDOptimizer cannot land; it is dropped. "
-                "Load it into LocalSGD to go on exactly",
+                "the checkpoint has an average in flight, which PostLocalSGDOptimizer cannot apply; it is dropped. "
+                "Load the checkpoint into LocalSGD to continue exactly",
                 stacklevel=2,
             )
         self.optim.load_state_dict(state_dict)
@@ -152,6 +165,6 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
             step = 0
         state = hook_state(self.param_groups)
         if state is not None:
-            state.iter = min(state.iter, step)  # or the hook would be local while the averager still warms up
+            state.iter = min(state.iter, step)  # the hook must not leave warm-up before the averager
         self.averager.step = step
         self._finish_load()

@@ -1,8 +1,8 @@
-"""Threads that send in the background should not interrupt training more often than they must.
+"""Lets background threads interrupt training less often.
 
-Data trickles in over a slow link, and for every bit of it gloo's thread would push the training thread off its core and
-its data out of the caches. As a batch thread (Linux) it waits for its turn and finds more to do when it has it. It gets
-its fair share of time as before.
+Over a slow link data arrives in small pieces, and for each of them gloo's thread would preempt the training thread.
+With Linux's SCHED_BATCH policy it does not preempt other threads, and handles more data when it runs. Its share of CPU
+time stays the same.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["make_thread_quiet", "quiet_new_threads"]
 
 
 def make_thread_quiet(thread: int = 0) -> None:
-    """Make this thread, or one by its number, a batch thread where the system has them."""
+    """Give this thread, or the thread with this id, the policy SCHED_BATCH, if the system has it."""
     if hasattr(os, "SCHED_BATCH"):
         with suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
@@ -23,7 +23,7 @@ def make_thread_quiet(thread: int = 0) -> None:
 
 @contextmanager
 def quiet_new_threads(*names: str) -> Iterator[None]:
-    """Make threads with such a part in their names, that begin in this block, batch threads."""
+    """Call :func:`make_thread_quiet` for threads started in this block whose names contain one of ``names``."""
     before = _threads()
     yield
     for number in _threads() - before:

@@ -1,8 +1,8 @@
-r"""When replicas agree: one counter for the gradient hook and for the averaging.
+r"""The schedule of averages, with one counter for gradients and parameters.
 
-Steps are counted from 0. During the first ``warmup`` steps gradients are averaged over all ranks. From then on step
-:math:`s` is followed by an average at the highest level :math:`l` that is due:
-:math:`(s - \text{warmup}) \bmod \text{every}_l = 0`, which is the schedule of torch's ``PeriodicModelAverager``.
+Steps are counted from 0. During the first ``warmup`` steps gradients are averaged over all ranks. After that,
+step :math:`s` is followed by an average at the highest level :math:`l` with
+:math:`(s - \text{warmup}) \bmod \text{every}_l = 0`, as with torch's ``PeriodicModelAverager``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Schedule", "check_period"]
 
 
 def check_period(period: Any, what: str) -> None:
-    """Raise if this is neither a positive number nor a function."""
+    """Raise unless this is a positive number of steps or a function."""
     if callable(period):
         return
     if isinstance(period, bool) or not isinstance(period, int):
@@ -24,13 +24,13 @@ def check_period(period: Any, what: str) -> None:
 
 
 class Schedule:
-    """The step, the phase, and the level that is due.
+    """Counts steps, and tells whether warm-up is over and which level is due.
 
     Args:
-        periods: one for each level, lowest first: a number of steps, or a function from the step to one. With a
-            function a level is due when at least that many steps have passed since it last was.
-        warmup: how many steps gradients are averaged globally, or a function from the step to whether they still are;
-            once it has said no for a step it is not asked again.
+        periods: one per level, lowest first: a number of steps, or a function of the step that returns it. With a
+            function, a level is due when at least that many steps have passed since its last average.
+        warmup: the number of steps of warm-up, or a function of the step that returns whether warm-up continues; it is
+            called until it returns False.
     """
 
     def __init__(self, periods: Sequence[Any], warmup: int | Callable[[int], bool]) -> None:
@@ -44,13 +44,13 @@ class Schedule:
         self.periods = list(periods)
         self.warmup = warmup
         self.step = 0
-        self._since: int | None = None  # the first local step, where a function decides
+        self._since: int | None = None  # the first step after warm-up, if warmup is a function
         self._asked = -1
         self._last: list[int | None] = [None] * len(self.periods)
 
     @property
     def is_local(self) -> bool:
-        """Whether the step that is being made is after warm-up, as far as is known. Looking decides nothing."""
+        """Whether the current step is after warm-up. Unlike :meth:`settle` this changes nothing."""
         if not callable(self.warmup):
             return self.step >= self.warmup
         if self._since is None and self._asked != self.step:
@@ -58,7 +58,7 @@ class Schedule:
         return self._since is not None
 
     def settle(self) -> bool:
-        """Decide, once for the step that is being made, whether it is after warm-up."""
+        """Decide, once per step, whether the current step is after warm-up."""
         if callable(self.warmup) and self._since is None and self._asked != self.step:
             local = self.is_local
             self._asked = self.step
@@ -66,7 +66,7 @@ class Schedule:
         return self.is_local
 
     def due(self) -> int | None:
-        """The level to average at after this step."""
+        """The level to average at after the current step, or None."""
         if not self.settle():
             return None
         since = self._since if callable(self.warmup) else self.warmup
@@ -85,29 +85,29 @@ class Schedule:
         return None
 
     def averaged(self, level: int) -> None:
-        """Replicas have been averaged after this step; a higher level does for the lower ones too."""
+        """Record an average after the current step, at this level and all lower levels."""
         for lower in range(level + 1):
             self._last[lower] = self.step
 
     def averaged_already(self) -> None:
-        """Replicas have been averaged after the last step, at every level."""
+        """Record an average after the previous step, at every level."""
         self._last = [self.step - 1] * len(self._last)
 
     def go_to(self, step: int) -> None:
-        """So many steps have been made, and replicas have been averaged after the last."""
+        """Set the number of steps, and record an average after the last of them."""
         self.step = step
         self.averaged_already()
 
     def advance(self) -> None:
-        """The step is over."""
+        """Go to the next step."""
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is not given to the constructor."""
+        """The counter and the steps of the last averages."""
         return {"step": self.step, "since": self._since, "last": list(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`, or from a step alone."""
+        """Continue from :meth:`state_dict`, or from a step alone."""
         self.step, self._asked = int(state["step"]), -1
         self._since = state.get("since")
         last = list(state.get("last") or [])

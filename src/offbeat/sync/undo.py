@@ -1,8 +1,8 @@
-"""What parameters were before a sync, for as long as it may fail.
+"""Keeps the old values of parameters during an average, to restore them if a collective fails.
 
-A sync that goes through bounded buckets overwrites the first parameters before the last are reduced. Should a later
-collective fail, the earlier ones must go back, and their values can be had from nowhere but a record. On the CPU it is
-an unlinked temporary file, so that no second model lies in memory; for parameters on a GPU it is host memory.
+With buckets of bounded size, the first parameters are overwritten before the last ones are reduced. For parameters in
+CPU memory the old values are kept in an unlinked temporary file, to avoid a second copy of the model in memory; for
+parameters on a GPU they are kept in CPU memory.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ UNDO = ("auto", "disk", "memory", "off")
 
 
 class Undo:
-    """A record of flat tensors.
+    """A list of saved flat tensors.
 
     Args:
-        where: ``"disk"``, ``"memory"`` (the host's), ``"auto"`` (disk for CPU tensors, memory for others), ``"off"``.
+        where: ``"disk"``, ``"memory"`` (of the CPU), ``"auto"`` (disk for CPU tensors, memory for others) or ``"off"``.
     """
 
     def __init__(self, where: str = "auto") -> None:
@@ -37,20 +37,20 @@ class Undo:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is recorded."""
+        """Whether values are saved at all."""
         return self.where != "off"
 
     def __len__(self) -> int:
         return len(self._records)
 
     def keep(self, flat: Tensor) -> None:
-        """Record a contiguous tensor."""
+        """Save a contiguous tensor."""
         on_disk = self.where == "disk" or (self.where == "auto" and flat.device.type == "cpu")
         saved: Tensor | int | None = self._write(flat) if on_disk else None
         self._records.append(flat.to("cpu", copy=True) if saved is None else saved)
 
     def recall(self, index: int, into: Tensor) -> None:
-        """Read a record."""
+        """Copy a saved tensor into another one."""
         saved = self._records[index]
         if isinstance(saved, Tensor):
             into.copy_(saved)
@@ -60,7 +60,7 @@ class Undo:
             into.copy_(was)
 
     def clear(self) -> None:
-        """Forget; the file's pages are given back, so what lived for one sync hardly ever reaches a disk."""
+        """Drop all saved tensors. The file is truncated, so that its pages are rarely written to disk."""
         if self._records and self._file is not None:
             try:
                 self._file.truncate(0)
@@ -70,7 +70,7 @@ class Undo:
         self._records = []
 
     def _write(self, flat: Tensor) -> int | None:
-        """Append to the file; returns where, or None if it cannot be written."""
+        """Append to the file; returns the offset, or None if it cannot be written."""
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -81,18 +81,18 @@ class Undo:
                 left = left[self._file.write(left) :]
             return start
         except OSError as error:
-            # Raising here would leave other ranks waiting in the next collective.
+            # Not raised: other ranks would wait in the next collective.
             self.where = "memory"
             warnings.warn(
-                f"what parameters were before a sync cannot be written to {tempfile.gettempdir()} ({error}) and is "
-                "kept in memory from now on; give undo='memory' to do so always, or undo='off'",
+                f"the old values of parameters cannot be written to {tempfile.gettempdir()} ({error}) and are kept in "
+                "memory from now on; pass undo='memory' or undo='off' to avoid this warning",
                 stacklevel=2,
             )
             return None
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; the tensor must outlive them."""
+    """The bytes of a tensor, which must outlive them."""
     size = tensor.numel() * tensor.itemsize
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
@@ -101,5 +101,5 @@ def _read(file: int, into: memoryview, start: int) -> None:
     while into:
         got = os.preadv(file, [into], start)
         if got == 0:
-            raise OSError("the record of parameters before the sync is shorter than what was written to it")
+            raise OSError("the file with the old values of parameters is shorter than what was written to it")
         into, start = into[got:], start + got

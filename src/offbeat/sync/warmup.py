@@ -1,7 +1,7 @@
-"""The gradient hook and the averager must warm up together, and here they learn of each other.
+"""Checks that the communication hook and the averager have the same warm-up.
 
-Both see the parameters: the hook in DDP's buckets, the averager in its argument. Between a hook that has gone local
-and an averager that has not begun, nobody would average anything.
+They find each other by their parameters: the hook sees them in DDP's buckets, the averager in its argument. If the hook
+left warm-up before the averager, neither gradients nor parameters would be averaged in between.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+
+from offbeat import _torch
 
 __all__ = ["check_warmup", "hook_state", "note_hook"]
 
-#: By parameter, a weak reference to the state of the hook that reduces its gradients.
-_states: Any = WeakIdKeyDictionary()
+#: For each parameter a weak reference to the state of the hook that reduces its gradient.
+_states: Any = _torch.weak_table()
 
-#: How often a hook has been noted: what was not found before need not be looked for again.
+#: How often hooks have been registered; as long as it is the same, no new hook can be found.
 _noted = 0
 
 
 def note_hook(state: Any, params: Iterable[Tensor]) -> None:
-    """A hook with this state reduces gradients of these parameters."""
+    """Register the state of the hook that reduces the gradients of these parameters."""
     global _noted
+    _torch.require("warmup")
     _noted += 1
     me = weakref.ref(state)
     for p in params:
@@ -32,7 +34,7 @@ def note_hook(state: Any, params: Iterable[Tensor]) -> None:
 
 
 def hook_state(params: Iterable[Any]) -> Any:
-    """The state of the hook that reduces these parameters' (or groups') gradients, or None."""
+    """The state of the hook that reduces the gradients of these parameters or parameter groups, or None."""
     for one in params:
         for p in one["params"] if isinstance(one, dict) else [one]:
             found = _states.get(p) if isinstance(p, Tensor) else None
@@ -43,10 +45,10 @@ def hook_state(params: Iterable[Any]) -> Any:
 
 
 def check_warmup(averager: Any, params: Iterable[Any], looked: int) -> int:
-    """Raise if the hook and the averager do not warm up for the same steps.
+    """Raise if the hook and the averager do not have the same warm-up.
 
     Args:
-        looked: what this returned the last time, 0 at first.
+        looked: what the last call returned; 0 at first.
     """
     if looked == _noted:
         return looked
@@ -55,14 +57,15 @@ def check_warmup(averager: Any, params: Iterable[Any], looked: int) -> int:
         return _noted
     if state.start_localSGD_iter != averager.warmup_steps:
         raise ValueError(
-            f"the gradient hook leaves warm-up after {state.start_localSGD_iter} steps (start_localSGD_iter) and the "
-            f"averager after {averager.warmup_steps} (warmup_steps): between the two nothing would be averaged, or "
-            "both; give them the same number, or use offbeat.LocalSGD, which has one counter"
+            f"the communication hook leaves warm-up after {state.start_localSGD_iter} steps (start_localSGD_iter), but "
+            f"the averager after {averager.warmup_steps} (warmup_steps), so that in between nothing or both would be "
+            "averaged; use the same number, or offbeat.LocalSGD, which has one counter"
         )
     if averager.step < averager.warmup_steps and state.iter > averager.step + 1:
         raise RuntimeError(
-            f"the gradient hook has counted {state.iter} backward passes and the averager {averager.step + 1} steps: "
-            "the hook would leave warm-up first and nothing would be averaged in between; accumulate gradients under "
-            "no_sync(), call average_parameters() at every step, or use offbeat.LocalSGD, which has one counter"
+            f"the communication hook has counted {state.iter} backward passes, but the averager {averager.step + 1} "
+            "steps, so that the hook would leave warm-up first and nothing would be averaged in between; accumulate "
+            "gradients under no_sync(), call average_parameters() at every step, or use offbeat.LocalSGD, which has "
+            "one counter"
         )
     return 0

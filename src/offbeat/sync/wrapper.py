@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from offbeat import _torch
 from offbeat.overlap.handle import overlap_of
 from offbeat.overlap.scaling import unscale
 
@@ -24,22 +25,13 @@ class OptimizerWrapper(Optimizer):
     is not found here. Hooks registered here run around this ``step``, those of the inner optimizer around its own.
     """
 
-    #: Have a GradScaler call ``step()`` always: whether the inner step is skipped is this rank's affair, but what the
-    #: wrapper does around it is every rank's.
-    _step_supports_amp_scaling = True
-
     def __init__(self, optim: Optimizer) -> None:
+        _torch.require("sync")
         if not isinstance(optim, Optimizer):
             raise TypeError(f"optim must be a torch.optim.Optimizer, but got {type(optim).__name__}")
         self.optim: Any = None
         super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
         self.optim = optim
-
-    def _introduce(self) -> None:
-        """Have an overlapped optimizer's scaler know this one; last of all in the constructor."""
-        handle = overlap_of(self.optim)
-        if handle is not None:
-            handle.answer_for(self)
 
     @contextmanager
     def _scaled_step(self) -> Iterator[None]:
@@ -91,24 +83,24 @@ class OptimizerWrapper(Optimizer):
         self.optim.add_param_group(param_group)
 
     def _inner_state_dict(self) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
         found: dict[str, Any] = self.optim.state_dict()
         return found
 
     def _finish_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        for hook in self._optimizer_state_dict_post_hooks.values():
+        for hook in _torch.state_dict_hooks(self, "state_dict_post"):
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
     def _begin_load(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+        for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             state_dict = hook(self, state_dict) or state_dict
         return state_dict
 
     def _finish_load(self) -> None:
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
+        for hook in _torch.state_dict_hooks(self, "load_state_dict_post"):
             hook(self)
 
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
@@ -127,7 +119,7 @@ class OptimizerWrapper(Optimizer):
             if scale is not None:  # the scaler has not asked yet
                 found = scaling.found()
             found = _is_set(found)
-        elif self._reduces_gradients or not getattr(self.optim, "_step_supports_amp_scaling", False):
+        elif self._reduces_gradients or not _torch.takes_scaled_gradients(self.optim):
             if scale is not None:
                 unscale(self.optim, scale)
             found = self._reduce_gradients(_is_set(found))
@@ -151,6 +143,11 @@ class OptimizerWrapper(Optimizer):
     def _reduce_gradients(self, found: bool) -> bool:
         """Average gradients where that is done here; returns whether a number was not finite on any of the ranks."""
         return found
+
+
+# Have a GradScaler call ``step()`` always: whether the inner step is skipped is this rank's affair, but what the
+# wrapper does around it is every rank's.
+_torch.mark_scaled(OptimizerWrapper, True)
 
 
 def _is_set(found: Any) -> bool:

@@ -1,0 +1,779 @@
+"""Every private name of torch and of Triton that this library uses, and nothing else of theirs.
+
+Such a name may go in any release. Each is an entry of :data:`PRIVATE`, which says what it is for, what happens without
+it, and how to see that it is there in the form that is expected. A name that only makes something faster has a public
+way beside it. A name that a feature cannot do without is asked for with :func:`require` when the feature is used, never
+at import. What a step needs is looked up once, here, so that it costs a step nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+#: Triton's releases (the first two numbers) in which the form of a launch has been looked at.
+TRITON = ((3, 6), (3, 9))
+
+#: What cannot be used without some of the names, in the words of the error that says so.
+FEATURES = {
+    "overlap": "offbeat.overlap()",
+    "ddp": "a DistributedDataParallel module with offbeat.overlap() or LocalSGD",
+    "fsdp": "offbeat.overlap() of a fully_shard-ed module",
+    "scaler": "a GradScaler with offbeat.overlap() or LocalSGD",
+    "sync": "LocalSGD or PostLocalSGDOptimizer",
+    "warmup": "post_local_sgd_hook",
+    "join": "step(closure) of LocalSGD",
+    "shards": "averaging DTensors",
+    "mesh": "a group over several dimensions of a DeviceMesh",
+    "subgroup": "a process group made by some of the ranks alone",
+    "hooks": "state_dict() or load_state_dict()",
+    "capture": "capturable=True or capturing a step in a graph",
+    "compiled": "a module from torch.compile",
+    "pure": "offbeat.as_pure()",
+}
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private name, or a family of them.
+
+    Args:
+        name: where it is and what it is called; several are separated by commas.
+        purpose: what it is for.
+        without: what happens if it is not there.
+        find: the probe: true if it is there in the form that is expected. Raising means that it is not.
+        features: those of :data:`FEATURES` that cannot be used without it.
+    """
+
+    name: str
+    purpose: str
+    without: str
+    find: Callable[[], Any]
+    features: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def is_there(self) -> bool:
+        """What the probe said when it was asked first."""
+        try:
+            return bool(self.find())
+        except Exception:  # whatever has become of the things it looks at
+            return False
+
+
+def report() -> list[tuple[str, bool]]:
+    """Each entry's name, and whether it is there."""
+    return [(one.name, one.is_there) for one in PRIVATE]
+
+
+def require(feature: str) -> None:
+    """Raise if a name is gone that this feature needs."""
+    gone = [one for one in PRIVATE if feature in one.features and not one.is_there]
+    if gone:
+        raise _missing(feature, [f"{one.name} ({one.purpose})" for one in gone])
+
+
+def _missing(feature: str, names: Iterable[str]) -> RuntimeError:
+    return RuntimeError(
+        f"{FEATURES[feature]} cannot be used with torch {torch.__version__}, which does not have "
+        f"{' or '.join(names)} in the form that offbeat knows; use another version of torch or of offbeat, or leave "
+        "the feature out"
+    )
+
+
+def _get(path: str) -> Any:
+    """What a dotted name stands for, or None if there is no such thing. Imports nothing."""
+    first, *parts = path.split(".")
+    found: Any = sys.modules[first]
+    for part in parts:
+        first = f"{first}.{part}"
+        found = getattr(found, part, sys.modules.get(first))  # torch hides some of its modules
+    return found
+
+
+def _module(name: str) -> Any:
+    """A module, or None if there is none of this name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _get_or_raise(path: str, feature: str) -> Any:
+    """What a dotted name stands for, or else a function that raises."""
+    found = _get(path)
+
+    def missing(*args: Any, **kwargs: Any) -> Any:
+        raise _missing(feature, [path])
+
+    return missing if found is None else found
+
+
+def _has(where: str, *names: str) -> bool:
+    """Whether a class ``module:Class`` or its objects have these attributes.
+
+    Attributes of objects are those that a method of the class uses by name.
+    """
+    module, _, name = where.partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    return all(hasattr(cls, one) or _uses(cls, one) for one in names)
+
+
+def _uses(cls: type, name: str) -> bool:
+    """Whether a method of a class uses an attribute of this name, written out or in a string."""
+    codes = [getattr(inspect.unwrap(f), "__code__", None) for f in vars(cls).values() if callable(f)]
+    return any(name in code.co_names or name in code.co_consts for code in codes if code is not None)
+
+
+class _Gone:
+    """Stands for a module that is not there; raises when it is used."""
+
+    def __init__(self, name: str, feature: str) -> None:
+        self._name, self._feature = name, feature
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise _missing(self._feature, [f"{self._name}.{attribute}"])
+
+
+# Operators.
+
+_FOREACH = (
+    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "maximum_", "minimum", "minimum_"),
+    *("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "sign", "sign_", "reciprocal", "copy_", "zero_", "norm"),
+)
+_FUSED = ("adam", "adamw", "sgd", "adagrad")
+
+
+def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
+    """What a multi-tensor operator does, by torch's public operators."""
+    word = name.removesuffix("_")
+    in_place, single = word != name, None if word in ("copy", "zero") else getattr(torch, word)
+
+    def one(t: Tensor, *operands: Any, **options: Any) -> Tensor:
+        if single is None:
+            found: Tensor = getattr(t, name)(*operands, **options)
+            return found
+        if word == "norm":
+            norm: Tensor = torch.linalg.vector_norm(t)
+            return norm
+        if word in ("maximum", "minimum"):  # of two tensors only
+            operands = tuple(x if isinstance(x, Tensor) else torch.full((), x).to(t) for x in operands)
+        result: Tensor = single(t, *operands, **options)
+        return t.copy_(result) if in_place else result
+
+    def every(tensors: Sequence[Tensor], *operands: Any, **options: Any) -> list[Tensor]:
+        rows = ([x[i] if isinstance(x, (list, tuple)) else x for x in operands] for i in range(len(tensors)))
+        return [one(t, *row, **options) for t, row in zip(tensors, rows, strict=True)]
+
+    return every
+
+
+#: torch's multi-tensor operators by the end of their names, such as ``add_``.
+FOREACH: dict[str, Callable[..., Any]] = {
+    name: _get(f"torch._foreach_{name}") or _one_by_one(name) for name in _FOREACH
+}
+foreach_add, foreach_add_, foreach_copy_ = FOREACH["add"], FOREACH["add_"], FOREACH["copy_"]
+foreach_mul_, foreach_div_, foreach_zero_ = FOREACH["mul_"], FOREACH["div_"], FOREACH["zero_"]
+foreach_norm = FOREACH["norm"]
+
+#: torch's fused optimizers by name, such as ``adamw``; those that are there.
+FUSED: dict[str, Callable[..., Any]] = {
+    name: found for name in _FUSED if (found := _get(f"torch._fused_{name}_")) is not None
+}
+
+#: Unscales tensors as a GradScaler does, to the bit.
+unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")
+
+#: What sets tensors to zero, as ``__torch_dispatch__`` sees it.
+ZERO_OPERATORS = tuple(
+    found for name in ("zero_", "_foreach_zero_") if (found := _get(f"torch.ops.aten.{name}.default")) is not None
+)
+
+
+# Tensors.
+
+#: A number that is the same for tensors of one storage.
+storage_id: Callable[[Any], int] = (
+    attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr
+)
+#: A tensor's version, which every change in place increments.
+version_of: Callable[[Any], int] = (
+    attrgetter("_version") if hasattr(Tensor, "_version") else _get_or_raise("torch.Tensor._version", "overlap")
+)
+has_versions = hasattr(Tensor, "_version")
+#: The values of a sparse tensor that may have several at one place.
+sparse_values = _get_or_raise("torch.Tensor._values", "scaler")
+#: ``__torch_function__`` of a class that has none.
+no_torch_function: Any = _get("torch._C._disabled_torch_function_impl") or Tensor.__torch_function__
+#: The attribute in which a DTensor has this rank's shard.
+LOCAL_TENSOR = "_local_tensor"
+#: A view that negates, or None if there is no way to make one directly.
+neg_view: Callable[[Tensor], Tensor] | None = _get("torch._neg_view")
+
+
+def _has_no_memory(t: Tensor) -> bool:
+    try:
+        return t.numel() > 0 and t.data_ptr() == 0
+    except RuntimeError:  # it cannot be asked
+        return False
+
+
+#: Whether a tensor stands for zeros without having memory.
+is_zero_tensor: Callable[[Tensor], bool] = _get("torch.Tensor._is_zerotensor") or _has_no_memory
+
+
+def shape_only(cls: Any, like: Tensor) -> Any:
+    """An instance of a subclass of Tensor that has a shape, a dtype and a device but no memory."""
+    make = _get_or_raise("torch.Tensor._make_wrapper_subclass", "overlap")
+    return make(cls, like.shape, dtype=like.dtype, device=like.device)
+
+
+def is_fake(t: Any) -> bool:
+    """Whether this is one of torch's fake tensors, which have no values. Imports nothing."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(t, module.FakeTensor)
+
+
+def local_tensor(t: Any) -> Any:
+    """This rank's shard of a DTensor, to which a collective may still be writing."""
+    try:
+        return t._local_tensor
+    except AttributeError:
+        with torch.no_grad():  # else it would be part of the graph
+            return t.to_local()
+
+
+class _Cut(NamedTuple):
+    placements: Any
+    mesh: Any
+
+
+_cut = functools.lru_cache(maxsize=4096)(_Cut)
+
+
+def spec_of(t: Any) -> Any:
+    """How a DTensor is cut, with ``placements`` and ``mesh``. The same object as long as nobody replaces the tensor."""
+    try:
+        return t._spec
+    except AttributeError:
+        return _cut(tuple(t.placements), t.device_mesh)
+
+
+def shard_place(t: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shape of this rank's shard of a DTensor, and where it begins."""
+    require("shards")
+    found = importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
+    shape, offset = found(t.shape, t.device_mesh, t.placements)
+    return tuple(shape), tuple(offset)
+
+
+def weak_table() -> Any:
+    """A table by the identity of its keys, which it does not keep alive."""
+    # By equality it would do for all keys but tensors, and those who have tensors ask for torch's before.
+    made = getattr(_module("torch.utils.weak"), "WeakIdKeyDictionary", weakref.WeakKeyDictionary)
+    return made()
+
+
+pytree: Any = _module("torch.utils._pytree") or _Gone("torch.utils._pytree", "pure")
+
+
+# What is going on.
+
+
+def _always() -> int:
+    return 1
+
+
+_dispatch_modes: Callable[[], int] = _get("torch._C._len_torch_dispatch_stack") or _always
+_dispatch_mode: Callable[[Any], Any] = _get("torch._C._get_dispatch_mode") or bool
+_TRACERS = [_get(f"torch._C._TorchDispatchModeKey.{name}") or True for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a dispatch mode sees every operation now; False if that cannot be known."""
+    return _dispatch_modes is not _always and _dispatch_modes() > 0
+
+
+def is_traced() -> bool:
+    """Whether a step is traced (``make_fx``, fake tensors), so that torch must see every operation.
+
+    If that cannot be known, any dispatch mode counts as one that traces.
+    """
+    return _dispatch_modes() > 0 and any(_dispatch_mode(key) for key in _TRACERS)
+
+
+#: The number of the backward pass that runs in this thread, or -1 outside of backward.
+current_pass: Callable[[], int] = _get_or_raise("torch._C._current_graph_task_id", "overlap")
+#: The code of the function that runs a backward pass.
+RUN_BACKWARD: CodeType | None = getattr(_get("torch.autograd.graph._engine_run_backward"), "__code__", None)
+
+
+def queue_callback(function: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that runs in this thread."""
+    _get_or_raise("torch.autograd.Variable._execution_engine.queue_callback", "overlap")(function)
+
+
+def _public_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+#: The current stream of a CUDA device as a number. (The name is there only if torch was built for CUDA.)
+raw_stream: Callable[[int], int] = _get("torch._C._cuda_getCurrentRawStream") or _public_stream
+
+
+# Modules.
+
+
+def inner_module(module: Any) -> Any:
+    """The module inside that of ``torch.compile``; any other itself."""
+    if type(module).__name__ == "OptimizedModule" and not hasattr(module, "_orig_mod"):
+        raise _missing("compiled", ["OptimizedModule._orig_mod"])
+    return getattr(module, "_orig_mod", module)
+
+
+def persistent_buffers(module: Any) -> list[tuple[str, Tensor]]:
+    """A module's own buffers that are part of its state dict."""
+    left_out = module._non_persistent_buffers_set
+    return [(key, buffer) for key, buffer in module._buffers.items() if buffer is not None and key not in left_out]
+
+
+def comm_hooks(ddp: Any) -> list[Any]:
+    """The communication hooks of a DDP module, with their states; the list itself."""
+    require("ddp")
+    found: list[Any] = ddp._comm_hooks
+    return found
+
+
+def uses_python_reducer(ddp: Any) -> bool:
+    """Whether a DDP module reduces gradients one by one, without buckets."""
+    return bool(ddp._use_python_reducer)
+
+
+def divides_by_ranks_left(ddp: Any) -> bool:
+    """Whether a DDP module divides by the number of ranks that still have data."""
+    return bool(ddp._join_config.enable and not ddp._divide_by_initial_world_size)
+
+
+def is_inside_ddp() -> bool:
+    """Whether the forward pass of a DDP module is running."""
+    return DistributedDataParallel._active_ddp_module is not None
+
+
+def is_joining(joinable: Any) -> bool:
+    """Whether this is used in a Join context, or has been."""
+    require("join")
+    return bool(joinable._join_config.enable)
+
+
+def fsdp_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces together for a module of its own."""
+    require("fsdp")
+    state: Any = module._get_fsdp_state()
+    found = getattr(state, "_fsdp_param_groups", None)  # one group, under another name, before torch 2.12
+    if found is not None:
+        return list(found)
+    if not hasattr(state, "_fsdp_param_group"):
+        raise _missing("fsdp", ["FSDPState._fsdp_param_groups"])
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+# Optimizers and GradScaler.
+
+_AMP = "_step_supports_amp_scaling"
+
+
+def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that is ``func``, or ``watched`` while there are hooks or a profiler to tell of it."""
+    if not _STEP_HOOKS.is_there or not _PROFILER.is_there:
+        return watched
+    is_compiling, is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
+    before, after = (
+        _get("torch.optim.optimizer._global_optimizer_pre_hooks"),
+        _get("torch.optim.optimizer._global_optimizer_post_hooks"),
+    )
+
+    @functools.wraps(func)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or before
+            or after
+            or is_profiled()
+            or is_compiling()
+        ):
+            return watched(self, *args, **kwargs)
+        return func(self, *args, **kwargs)
+
+    return step
+
+
+def step_pre_hooks(optimizer: Any) -> Any:
+    """The hooks that run before a step, an OrderedDict; None if it has none of the kind."""
+    return getattr(optimizer, "_optimizer_step_pre_hooks", None)
+
+
+def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
+    """An optimizer's hooks for ``when``: ``state_dict_pre``, ``load_state_dict_post`` and so on."""
+    found = getattr(optimizer, f"_optimizer_{when}_hooks", None)
+    if found is None:
+        raise _missing("hooks", [f"Optimizer._optimizer_{when}_hooks"])
+    return list(found.values())
+
+
+def check_capture(optimizer: Any) -> None:
+    """torch's own check that a step may be captured in a graph if one is being captured."""
+    _get_or_raise("torch.optim.Optimizer._accelerator_graph_capture_health_check", "capture")(optimizer)
+
+
+def takes_scaled_gradients(optimizer: Any) -> bool:
+    """Whether a GradScaler leaves unscaling and skipping to this optimizer's step."""
+    return bool(getattr(optimizer, _AMP, False))
+
+
+def own_mark(optimizer: Any) -> bool | None:
+    """What :func:`takes_scaled_gradients` says for this object itself; None if that is left to its class."""
+    found: bool | None = vars(optimizer).get(_AMP)
+    return found
+
+
+def mark_scaled(optimizer: Any, value: bool | None) -> None:
+    """Set what :func:`takes_scaled_gradients` says for an object or a class; None leaves it to the object's class."""
+    if value is not None:
+        setattr(optimizer, _AMP, value)
+    elif _AMP in vars(optimizer):
+        delattr(optimizer, _AMP)
+
+
+def scale_of(scaler: Any) -> Tensor | None:
+    """A GradScaler's scale; None before it has scaled anything."""
+    found: Tensor | None = scaler._scale
+    return found
+
+
+def scaler_states(scaler: Any) -> Any:
+    """What a GradScaler knows of each optimizer, by its id; ``update()`` puts a new table in its place."""
+    return scaler._per_optimizer_states
+
+
+def check_scale(scaler: Any, where: str) -> None:
+    """A GradScaler's own check that it has scaled something."""
+    scaler._check_scale_growth_tracker(where)
+
+
+def scaler_stage(name: str) -> Any:
+    """``READY``, ``UNSCALED`` or ``STEPPED``, as a GradScaler's state of an optimizer has it."""
+    return importlib.import_module("torch.amp.grad_scaler").OptState[name]
+
+
+# Process groups.
+
+
+def device_types(group: Any) -> list[str]:
+    """The kinds of devices whose tensors a group can exchange; empty if that is unknown."""
+    found = getattr(group, "_device_types", None)
+    if found is not None:
+        return [device.type for device in found]
+    dist = torch.distributed
+    return [part.split(":")[0] for part in dist.get_backend_config(group).split(",")] if dist.is_initialized() else []
+
+
+def timeout_of(group: Any) -> Any:
+    """How long a group waits; None if that is unknown."""
+    for device in getattr(group, "_device_types", []):
+        backend = group._get_backend(device) if hasattr(group, "_get_backend") else None
+        found = getattr(getattr(backend, "options", None), "_timeout", None)
+        if found is not None:
+            return found
+    return None
+
+
+def count_groups() -> int:
+    """How many process groups there are in this process, as torch counts them; -1 if that is unknown."""
+    names = getattr(_get("torch.distributed.distributed_c10d._world"), "pg_names", None)
+    return -1 if names is None else len(names)
+
+
+def flat_mesh(mesh: Any, name: str) -> Any:
+    """All dimensions of a DeviceMesh as one."""
+    require("mesh")
+    return mesh._flatten(name)
+
+
+# Triton.
+
+
+class TritonLaunch(NamedTuple):
+    """How to launch a kernel without what is for listeners: see :func:`triton_launch`."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    before: list[Any]
+    after: list[Any]
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether somebody listens to launches at this moment."""
+        return bool(self.before or self.after)
+
+
+def triton_launch_is_known(compiled: Any) -> bool:
+    """Whether a compiled kernel can be launched by ``run(x, y, z, stream, function, metadata, None, None, None, ...)``.
+
+    True only for releases in which that has been looked at, and if the launcher takes these arguments in this order.
+    """
+    try:
+        triton = importlib.import_module("triton")
+        version = tuple(int(number) for number in triton.__version__.split(".")[:2])
+        if not TRITON[0] <= version <= TRITON[1] or compiled.function is None or compiled.packed_metadata is None:
+            return False
+        *named, rest = inspect.signature(compiled.run).parameters.values()
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False
+    wanted = ["gridx", "gridy", "gridz", "stream", "function"]
+    # Later releases name what earlier ones take as the first of "the rest".
+    more = [["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"], []]
+    found = [one.name.lower() for one in named]
+    return (
+        rest.kind is inspect.Parameter.VAR_POSITIONAL
+        and all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in named)
+        and found in [wanted + names for names in more]
+    )
+
+
+def triton_launch(compiled: Any) -> TritonLaunch | None:
+    """The private way to launch a compiled kernel, or None if it must be launched by the documented one."""
+    if not triton_launch_is_known(compiled):
+        return None
+    runtime = getattr(importlib.import_module("triton.knobs"), "runtime", None)
+    before = getattr(getattr(runtime, "launch_enter_hook", None), "calls", None)
+    after = getattr(getattr(runtime, "launch_exit_hook", None), "calls", None)
+    if not (isinstance(before, list) and isinstance(after, list)):
+        return None
+    return TritonLaunch(compiled.run, compiled.function, compiled.packed_metadata, before, after)
+
+
+def _has_triton() -> bool:
+    compiler = importlib.import_module("triton.compiler.compiler")
+    runtime = importlib.import_module("triton.knobs").runtime
+    return (
+        _has("triton.compiler.compiler:CompiledKernel", "run", "function", "packed_metadata")
+        and hasattr(compiler.CompiledKernel, "__getitem__")
+        and all(isinstance(hook.calls, list) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    )
+
+
+# The table.
+
+_OPTIMIZER, _DDP, _TENSOR = "torch.optim:Optimizer", "torch.nn.parallel:DistributedDataParallel", "torch:Tensor"
+_SCALER, _GROUP = "torch.amp.grad_scaler:GradScaler", "torch.distributed:ProcessGroup"
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
+_EVERY_STATE_HOOK = [f"_optimizer_{load}state_dict_{when}_hooks" for load in ("", "load_") for when in ("pre", "post")]
+
+_PROFILER = Private(
+    "torch._C._autograd._profiler_enabled", "whether a step must be marked for a profiler",
+    "every step goes through torch's own wrapper, which is slower",
+    lambda: torch._C._autograd._profiler_enabled() in (True, False),
+)  # fmt: skip
+_STEP_HOOKS = Private(
+    "Optimizer._optimizer_step_pre_hooks, Optimizer._optimizer_step_post_hooks, "
+    "torch.optim.optimizer._global_optimizer_pre_hooks, torch.optim.optimizer._global_optimizer_post_hooks",
+    "whether anybody listens to steps, and the order of those who do",
+    "every step goes through torch's own wrapper, which is slower; overlap() raises",
+    lambda: (
+        _has(_OPTIMIZER, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        and isinstance(_get("torch.optim.optimizer._global_optimizer_pre_hooks"), dict)
+        and isinstance(_get("torch.optim.optimizer._global_optimizer_post_hooks"), dict)
+    ),
+    ("overlap",),
+)  # fmt: skip
+
+PRIVATE: tuple[Private, ...] = (
+    Private(
+        "torch._foreach_*", "operators over lists of tensors", "one tensor after the other, which is slower",
+        lambda: all(_get(f"torch._foreach_{name}") for name in _FOREACH),
+    ),
+    Private(
+        "torch._fused_*_", "torch's own fused optimizers, where there is no kernel of ours",
+        "fused=True raises there",
+        lambda: all(_get(f"torch._fused_{name}_") for name in _FUSED),
+    ),
+    Private(
+        "torch._amp_foreach_non_finite_check_and_unscale_", "unscaling gradients as GradScaler does, to the bit",
+        "overlap(scaler=) raises; LocalSGD raises in the first step of a GradScaler",
+        lambda: _get("torch._amp_foreach_non_finite_check_and_unscale_"), ("scaler",),
+    ),
+    Private(
+        "torch.ops.aten._foreach_zero_", "recognising zero_grad(set_to_none=False) on freed gradients",
+        "overlap() raises", lambda: len(ZERO_OPERATORS) == 2, ("overlap",),
+    ),
+    Private(
+        "torch._neg_view", "a tensor that the compiled reader must refuse", "addresses are read in Python",
+        lambda: torch._neg_view(torch.ones(1)).is_neg(),
+    ),
+    _PROFILER,
+    _STEP_HOOKS,
+    Private(
+        "torch._C._len_torch_dispatch_stack, _get_dispatch_mode, _TorchDispatchModeKey, torch._subclasses.fake_tensor",
+        "whether make_fx or FakeTensorMode traces a step", "under any dispatch mode, or always, the loop tier runs",
+        lambda: torch._C._len_torch_dispatch_stack() >= 0 and all(_dispatch_mode(k) in (None, False) for k in _TRACERS),
+    ),
+    Private(
+        "torch._C._disabled_torch_function_impl, Tensor._make_wrapper_subclass",
+        "the placeholder for a gradient that has been freed", "overlap() raises",
+        lambda: _get("torch._C._disabled_torch_function_impl") and _has(_TENSOR, "_make_wrapper_subclass"),
+        ("overlap",),
+    ),
+    Private(
+        "torch._C._cuda_getCurrentRawStream", "the current stream as a number",
+        "torch.cuda.current_stream is asked, which is slower",
+        lambda: _get("torch._C._cuda_getCurrentRawStream") or torch.version.cuda is None,
+    ),
+    Private(
+        "torch._C._current_graph_task_id", "which backward pass is running", "overlap() raises",
+        lambda: torch._C._current_graph_task_id() == -1, ("overlap", "ddp"),
+    ),
+    Private(
+        "torch.autograd.Variable._execution_engine", "something to do when a backward pass is over",
+        "overlap() raises", lambda: callable(_get("torch.autograd.Variable._execution_engine.queue_callback")),
+        ("overlap", "ddp"),
+    ),
+    Private(
+        "torch.autograd.graph._engine_run_backward", "whether a backward pass runs inside another",
+        "overlap() raises", lambda: RUN_BACKWARD is not None, ("overlap",),
+    ),
+    Private(
+        "Tensor._version", "whether a gradient was changed in between",
+        "overlap() raises; addresses are read in Python",
+        lambda: isinstance(torch.ones(1)._version, int), ("overlap",),
+    ),
+    Private(
+        "UntypedStorage._cdata", "whether tensors share a storage", "storages are compared by their addresses",
+        lambda: isinstance(torch.ones(1).untyped_storage()._cdata, int),
+    ),
+    Private(
+        "Tensor._is_zerotensor", "gradients without memory", "tensors are asked for their addresses",
+        lambda: torch.ones(1)._is_zerotensor() is False,
+    ),
+    Private(
+        "Tensor._values", "unscaling a sparse gradient in place", "overlap(scaler=) raises",
+        lambda: callable(Tensor._values), ("scaler",),
+    ),
+    Private(
+        "torch._subclasses.fake_tensor", "tensors without values",
+        "a step of fake tensors outside of their mode fails",
+        lambda: importlib.import_module("torch._subclasses.fake_tensor").FakeTensor,
+    ),
+    Private(
+        "torch.utils._pytree", "nested parameters, and nested outputs of modules", "as_pure() and overlap() raise",
+        lambda: all(hasattr(pytree, f"tree_{word}") for word in ("leaves", "map", "flatten", "unflatten"))
+        and hasattr(pytree.TreeSpec, "flatten_up_to"),
+        ("pure", "overlap"),
+    ),
+    Private(
+        "torch.utils.weak.WeakIdKeyDictionary", "tables by parameter", "overlap() and LocalSGD raise",
+        lambda: hasattr(_module("torch.utils.weak"), "WeakIdKeyDictionary"), ("overlap", "sync", "warmup"),
+    ),
+    Private(
+        ", ".join(f"Optimizer.{name}" for name in _EVERY_STATE_HOOK), "the user's hooks on state dicts",
+        "state_dict() and load_state_dict() raise; so do LocalSGD and PostLocalSGDOptimizer",
+        lambda: _has(_OPTIMIZER, *_EVERY_STATE_HOOK), ("hooks", "sync"),
+    ),
+    Private(
+        "Optimizer._accelerator_graph_capture_health_check", "torch's check that a step may be captured",
+        "a step that is captured, or could be, raises",
+        lambda: _has(_OPTIMIZER, "_accelerator_graph_capture_health_check"), ("capture",),
+    ),
+    Private(
+        "Optimizer._step_supports_amp_scaling", "having a GradScaler leave unscaling and skipping to the step",
+        "fused optimizers are unscaled by the scaler; LocalSGD and overlap(scaler=) raise",
+        lambda: _uses(torch.amp.GradScaler, _AMP),
+        ("sync", "scaler"),
+    ),
+    Private(
+        "GradScaler._scale, GradScaler._per_optimizer_states, GradScaler._check_scale_growth_tracker",
+        "unscaling bucket by bucket, and telling the scaler", "overlap(scaler=) raises",
+        lambda: _has(_SCALER, "_scale", "_per_optimizer_states", "_check_scale_growth_tracker"), ("scaler",),
+    ),
+    Private(
+        "torch.amp.grad_scaler.OptState", "how far a GradScaler is with an optimizer", "overlap(scaler=) raises",
+        lambda: scaler_stage("READY") is not scaler_stage("UNSCALED"), ("scaler",),
+    ),
+    Private(
+        "OptimizedModule._orig_mod", "the module inside that of torch.compile", "such a module is refused",
+        lambda: _has("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod"), ("compiled",),
+    ),
+    Private(
+        "Module._buffers, Module._non_persistent_buffers_set", "which buffers are part of a state dict",
+        "LocalSGD raises", lambda: _has("torch.nn:Module", "_buffers", "_non_persistent_buffers_set"), ("sync",),
+    ),
+    Private(
+        "DistributedDataParallel._comm_hooks, DistributedDataParallel._use_python_reducer, "
+        "DistributedDataParallel._divide_by_initial_world_size",
+        "what a DDP module does with gradients", "such a module is refused",
+        lambda: _has(_DDP, "_comm_hooks", "_use_python_reducer", "_divide_by_initial_world_size"), ("ddp",),
+    ),
+    Private(
+        "DistributedDataParallel._active_ddp_module", "whether a module runs inside a DDP module",
+        "overlap() raises", lambda: hasattr(DistributedDataParallel, "_active_ddp_module"), ("overlap",),
+    ),
+    Private(
+        "Joinable._join_config", "whether ranks may run out of data", "DDP modules and LocalSGD's closures are refused",
+        lambda: _has("torch.distributed.algorithms.join:Joinable", "_join_config"), ("join", "ddp"),
+    ),
+    Private(
+        "FSDPModule._get_fsdp_state", "which parameters FSDP2 reduces together", "overlap() refuses such a module",
+        lambda: _has("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state"), ("fsdp",),
+    ),
+    Private(  # asked for where there is a state, because its class has been moved before
+        "FSDPState._fsdp_param_group, FSDPState._fsdp_param_groups", "the same", "overlap() refuses such a module",
+        lambda: _has(_FSDP, "_fsdp_param_groups") or _has(_FSDP, "_fsdp_param_group"),
+    ),
+    Private(
+        "DTensor._local_tensor, DTensor._spec", "a shard and how it is cut, without dispatch",
+        "the public methods are called, which is slower",
+        lambda: {"_local_tensor", "_spec"} <= {*importlib.import_module("torch.distributed.tensor").DTensor.__slots__},
+    ),
+    Private(
+        "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
+        "which shard this is, for ranks to compare", "averaging DTensors raises",
+        lambda: callable(
+            importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
+        ),
+        ("shards",),
+    ),
+    Private(
+        "ProcessGroup._device_types", "devices whose tensors a group can exchange",
+        "they are taken from the names of its backends", lambda: _has(_GROUP, "_device_types"),
+    ),
+    Private(
+        "ProcessGroup._get_backend, Backend.Options._timeout", "how long a group waits",
+        "groups made from it wait as long as torch's default", lambda: _has(_GROUP, "_get_backend"),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._world", "how many groups there are, which goes into their names",
+        "groups within a group that is not the whole world are refused",
+        lambda: count_groups() >= 0, ("subgroup",),
+    ),
+    Private(
+        "DeviceMesh._flatten", "one group from several dimensions", "several dimensions are refused",
+        lambda: _has("torch.distributed.device_mesh:DeviceMesh", "_flatten"), ("mesh",),
+    ),
+    Private(
+        "CompiledKernel.packed_metadata, triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook",
+        "launching a kernel without what is for listeners; see triton_launch_is_known",
+        "kernels are launched by the documented way, which is slower", _has_triton,
+    ),
+)  # fmt: skip

@@ -1,0 +1,244 @@
+"""Kernels that Triton compiles from a traced update, one for each combination of dtypes, launched directly."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import linecache
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat import _torch
+from offbeat.engine.cuda.source import (
+    NEAREST,
+    NEAREST_BY_BITS,
+    PLAIN_QUOTIENT,
+    QUOTIENT,
+    Variant,
+    is_rough,
+    scaled_columns,
+    triton_source,
+)
+from offbeat.engine.cuda.table import BLOCK, DeviceTable
+from offbeat.engine.trace import Program
+
+__all__ = [
+    "NumberKernel",
+    "TritonError",
+    "TritonKernel",
+    "can_compile",
+    "is_interpreting",
+    "triton_kernel",
+    "why_no_triton",
+]
+
+#: Warps a block, which gives 8 elements a thread.
+WARPS = 4
+#: The most registers a thread may have where state is in 8 bits. The ends of tensors alone would need twice as many,
+#: and half as many threads would be left to hide the latency of memory.
+REGISTERS = 48
+#: Parameters whose coefficients one block computes.
+NUMBERS = 128
+
+
+class TritonError(RuntimeError):
+    """A kernel could not be compiled; the message says why."""
+
+
+def is_interpreting() -> bool:
+    """Whether Triton runs kernels in Python, on CPU tensors (``TRITON_INTERPRET=1``)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def why_no_triton(device: torch.device) -> str | None:
+    """The reason there is no kernel for this device, or None if there is one."""
+    if os.environ.get("OFFBEAT_NO_TRITON"):
+        return "OFFBEAT_NO_TRITON is set"
+    if is_interpreting() != (device.type == "cpu"):
+        return f"Triton's interpreter does not run on {device.type}" if is_interpreting() else "Triton needs a GPU"
+    if device.type not in ("cuda", "cpu"):
+        return f"there is no fused kernel for {device.type}"
+    if not _is_installed():
+        return "Triton is not installed; install it with: pip install triton"
+    return None
+
+
+class TritonKernel:
+    """The update for one combination of dtypes, with a kernel for each :class:`Variant` that is asked for.
+
+    A tensor whose gradient has the address 0 is left alone.
+    """
+
+    def __init__(
+        self, program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, formats: tuple[str, ...] = ()
+    ) -> None:
+        self.program, self.dtypes, self.compute, self.formats = program, dtypes, compute, formats
+
+    def compile(self, variant: Variant, device: torch.device) -> Any:
+        """The compiled kernel. Raises :class:`TritonError`."""
+        numbers = [1.5] * len(self.program.coefficients)
+        scalars = [self.compute] if variant.by_row else numbers
+        extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
+        kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
+        source = triton_source(self.program, self.dtypes, self.compute, variant, self.formats)
+        registers = REGISTERS if scaled_columns(self.formats) else None
+        return compile_source(source, kinds, BLOCK, device, is_rough(self.dtypes, self.formats), registers)
+
+    def bind(self, table: DeviceTable, variant: Variant, words: Tensor | None = None) -> Callable[..., None]:
+        """The launch for a table: call it with coefficients and then extras.
+
+        Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
+        that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
+
+        Args:
+            words: the table's content, if not the current one.
+        """
+        words = table.words if words is None else words
+        if not table.programs:
+            return lambda *numbers: None
+        compiled = self.compile(variant, table.device)
+        return bind(compiled, table.programs, table.device, (table.blocks, words, table.tensors), BLOCK)
+
+
+class NumberKernel:
+    """A kernel that computes coefficients on the device; see :func:`~offbeat.engine.cuda.symbols.number_source`.
+
+    Args:
+        source: its source, given whether it is guarded.
+        compute: the dtype of the rows it writes.
+        tensors: the dtypes of the 0-d tensors it reads.
+    """
+
+    def __init__(
+        self, source: Callable[[bool], str], compute: torch.dtype, tensors: Sequence[torch.dtype] = ()
+    ) -> None:
+        self.source = source
+        self._types = [torch.int64, compute, 2, *tensors]
+
+    def bind(self, words: Tensor, rows: Tensor, *, guarded: bool) -> Callable[..., None]:
+        """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""
+        source = self.source(guarded)
+        compiled = compile_source(source, (*self._types, *([torch.float32] if guarded else [])), NUMBERS, words.device)
+        programs = -(-len(rows) // NUMBERS)
+        return bind(compiled, programs, words.device, (words, rows, len(rows)), NUMBERS)
+
+
+@functools.lru_cache(maxsize=4096)
+def compile_source(
+    source: str,
+    arguments: tuple[Any, ...],
+    block: int,
+    device: torch.device,
+    contract: bool = False,
+    registers: int | None = None,
+) -> Any:
+    """A kernel compiled for arguments of these kinds, where a dtype stands for an address. Raises :class:`TritonError`.
+
+    Args:
+        contract: allow fused multiply-adds.
+        registers: the most registers a thread may have.
+    """
+    if is_interpreting() or torch.version.hip is not None:
+        source = source.replace(QUOTIENT, PLAIN_QUOTIENT)
+    if is_interpreting():
+        return _function(source.replace(NEAREST, NEAREST_BY_BITS))
+    function = _function(source)
+    try:
+        with torch.cuda.device(device):
+            limit = {} if registers is None else {"maxnreg": registers}
+            return function.warmup(*arguments, block, grid=(1,), num_warps=WARPS, enable_fp_fusion=contract, **limit)
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}".splitlines()
+        raise TritonError(f"Triton could not compile the kernel ({words[0][:200]})") from error
+
+
+def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, ...], block: int) -> Callable[..., None]:
+    """A function that launches the kernel with its first arguments fixed; call it with the others."""
+    if is_interpreting():
+        return lambda *more: compiled[(programs,)](*fixed, *more, block)
+    index = device.index
+    with torch.cuda.device(index):
+        launch = _launcher(compiled, programs)
+    # Addresses as numbers, because Triton would ask the driver about every tensor.
+    first = tuple(_address(a) for a in fixed)
+    stream_of = _torch.raw_stream
+
+    def run(*more: Any) -> None:
+        arguments = [_address(a) for a in more]
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                launch(stream_of(index), *first, *arguments, block)
+        else:
+            launch(stream_of(index), *first, *arguments, block)
+
+    return run
+
+
+def _launcher(compiled: Any, programs: int) -> Callable[..., None]:
+    """A function that launches on a stream. While no profiler listens, the code that tells it is left out.
+
+    That is done only if the form of such a launch is known, which is found out here: before any launch.
+    """
+    runner = compiled[(programs, 1, 1)]
+    known = _torch.triton_launch(compiled)
+    if known is None:
+        return lambda stream, *arguments: runner(*arguments, stream=stream)
+    run, function, metadata, before, after = known
+
+    def launch(stream: int, *arguments: Any) -> None:
+        if before or after:
+            runner(*arguments, stream=stream)
+        else:
+            run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
+
+    return launch
+
+
+def _address(a: Any) -> Any:
+    return a.data_ptr() if isinstance(a, Tensor) else a
+
+
+@functools.lru_cache(maxsize=1024)
+def triton_kernel(
+    program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, formats: tuple[str, ...] = ()
+) -> TritonKernel:
+    """The kernels for these dtypes and formats; each is compiled on first use."""
+    return TritonKernel(program, dtypes, compute, formats)
+
+
+@functools.lru_cache(maxsize=4096)
+def can_compile(
+    program: Program,
+    dtypes: tuple[torch.dtype, ...],
+    compute: torch.dtype,
+    variant: Variant,
+    device: torch.device,
+    formats: tuple[str, ...] = (),
+) -> bool:
+    """Whether a variant compiles; it is compiled to find out."""
+    try:
+        triton_kernel(program, dtypes, compute, formats).compile(variant, device)
+    except TritonError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _function(source: str) -> Any:
+    """The function ``kernel`` that the source defines. Triton reads the source again, through ``linecache``."""
+    name = f"<offbeat kernel {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"__name__": "offbeat.kernel"}
+    exec(compile(source, name, "exec"), space)
+    return space["kernel"]

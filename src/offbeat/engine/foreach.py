@@ -1,0 +1,204 @@
+"""The foreach tier: a traced update over lists of tensors, one multi-tensor operator per instruction.
+
+Extra memory is bounded: long lists are cut into pieces, a temporary is overwritten by the next instruction
+as soon as nothing else needs it, and state is updated where it lies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat._torch import FOREACH, foreach_add, foreach_add_, foreach_copy_
+from offbeat.engine.tensors import flat, is_dense, same_layout
+from offbeat.engine.trace import Constant, Program
+from offbeat.rules.ops import OPERATIONS
+
+__all__ = ["run_foreach"]
+
+#: Parameter bytes handled at once. Temporaries are two or three times that at most.
+PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+
+
+def run_foreach(
+    program: Program, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float], compute: torch.dtype
+) -> None:
+    """Apply ``program`` in place. ``columns`` holds one list of tensors for each of the program's inputs."""
+    for piece in _pieces(columns):
+        _run_piece(program, piece, coefficients, compute)
+
+
+def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
+    """The columns in pieces of bounded size; a tensor that is too large by itself is cut along its memory."""
+    limit = PIECE_BYTES.get(columns[0][0].device.type, 64 << 20)
+    piece: list[list[Tensor]] = [[] for _ in columns]
+    size = 0
+    for row in zip(*columns, strict=True):
+        nbytes = row[0].nbytes
+        for part in (row,) if nbytes <= limit else _cut(row, limit // row[0].element_size()):
+            part_bytes = nbytes if part is row else part[0].nbytes
+            if size and size + part_bytes > limit:
+                yield piece
+                piece, size = [[] for _ in columns], 0
+            for column, t in zip(piece, part, strict=True):
+                column.append(t)
+            size += part_bytes
+    yield piece
+
+
+def _cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
+    p = row[0]
+    if p.numel() <= elements or not all(is_dense(t) and same_layout(p, t) for t in row):
+        yield row
+        return
+    lines = [flat(t.detach()) for t in row]
+    for start in range(0, p.numel(), elements):
+        yield [line[start : start + elements] for line in lines]
+
+
+def _run_piece(
+    program: Program, columns: list[list[Tensor]], coefficients: dict[str, float], compute: torch.dtype
+) -> None:
+    plan = _plan(program)
+    values: list[Any] = [None] * len(program.instructions)
+    for number, column in enumerate(columns):
+        values[number] = [t if t.dtype == compute else t.to(compute) for t in column]
+    for number, name in enumerate(program.coefficients, start=len(columns)):
+        values[number] = coefficients[name]
+    for number, step in plan:
+        values[number] = step(values, compute)
+    # A result may lie where another's old value lay; it must be out of the way before that one is written.
+    places = {id(t) for column in (columns[0], *columns[2:]) for t in column}
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    for column, output in zip([columns[0], *columns[2:]], program.outputs, strict=True):
+        for target, source in zip(column, values[output], strict=True):
+            if source is not target:
+                targets.append(target)
+                sources.append(source.clone() if id(source) in places else source)
+    if targets:
+        foreach_copy_(targets, sources)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(program: Program) -> list[tuple[int, Any]]:
+    """For each instruction of the maths, a function that computes it, in place wherever that is safe."""
+    instructions, maths = program.instructions, program.maths
+    last_use = {a: number for number, one in maths for a in one.args if isinstance(a, int)}
+    uses = [a for _, one in maths for a in one.args if isinstance(a, int)]
+    last_use |= {output: len(instructions) for output in program.outputs}
+    # A choice made once for the whole list is one of its operands under another name: they live as long as it does.
+    for number, one in reversed(maths):
+        if one.op == "where":
+            for a in one.args:
+                if isinstance(a, int):
+                    last_use[a] = max(last_use[a], last_use.get(number, number))
+    gradient = 1
+    # Which list each value lies in: an in-place result lies where its operand lay.
+    home = {number: number for number in range(len(program.tensors))}
+    absorbed = _scaled_additions(program, uses)
+    # A product that is computed inside the addition after it keeps its operand alive until then.
+    for number, (_, tensor, _, product) in absorbed.items():
+        last_use[tensor] = max(last_use[tensor], number)
+        last_use.pop(product, None)
+    steps: list[tuple[int, Any]] = []
+    products = {product for *_, product in absorbed.values()}
+
+    def overwritable(a: Any, number: int) -> bool:
+        return (
+            isinstance(a, int)
+            and not program.scalar(a)
+            and last_use[a] == number
+            and home.get(a) != gradient
+            and instructions[a].op != "where"  # may be one of its operands under another name
+        )
+
+    for number, one in maths:
+        if number in products:
+            continue
+        if number in absorbed:
+            base, tensor, scale, product = absorbed[number]
+            sign = -1.0 if one.op == "sub" else 1.0
+            in_place = overwritable(base, number) and base != tensor
+            steps.append((number, functools.partial(_add_scaled, base, tensor, scale, sign, in_place)))
+            home[number] = home.get(base, number) if in_place else number
+            continue
+        args = one.args
+        if one.op in ("add", "mul") and (isinstance(args[0], Constant) or program.scalar(args[0])):
+            args = (args[1], args[0])
+        in_place = OPERATIONS[one.op].foreach is not None and overwritable(args[0], number)
+        in_place = in_place and args[0] not in args[1:]
+        steps.append((number, functools.partial(_apply, one.op, args, in_place)))
+        home[number] = home.get(args[0], number) if in_place else number
+    return steps
+
+
+def _scaled_additions(program: Program, uses: list[int]) -> dict[int, tuple[int, int, Any, int]]:
+    """Additions ``a ± s * b`` whose product nobody else needs: one operator instead of two."""
+    found: dict[int, tuple[int, int, Any, int]] = {}
+    for number, one in program.maths:
+        if one.op not in ("add", "sub"):
+            continue
+        base, product = one.args
+        if not isinstance(base, int) or program.scalar(base) or not isinstance(product, int):
+            continue
+        inner = program.instructions[product]
+        if inner.op != "mul" or uses.count(product) != 1 or product in program.outputs or product in found:
+            continue
+        scalars = [a for a in inner.args if isinstance(a, Constant) or program.scalar(a)]
+        tensors = [a for a in inner.args if a not in scalars]
+        if len(scalars) == 1 and len(tensors) == 1:
+            found[number] = (base, tensors[0], scalars[0], product)
+    return found
+
+
+def _value(values: list[Any], a: Any) -> Any:
+    return a.value if isinstance(a, Constant) else values[a]
+
+
+def _add_scaled(
+    base: int, tensor: int, scale: Any, sign: float, in_place: bool, values: list[Any], compute: torch.dtype
+) -> Any:
+    alpha = sign * _value(values, scale)
+    if in_place:
+        foreach_add_(values[base], values[tensor], alpha=alpha)
+        return values[base]
+    return list(foreach_add(values[base], values[tensor], alpha=alpha))
+
+
+def _apply(op: str, args: tuple[Any, ...], in_place: bool, values: list[Any], compute: torch.dtype) -> Any:
+    """One instruction over lists; operands that are not lists are numbers."""
+    operands = [_value(values, a) for a in args]
+    operation = OPERATIONS[op]
+    if op == "where" and not isinstance(operands[0], list):  # decided once for the whole list
+        return operands[1] if operands[0] else operands[2]
+    lists = [x for x in operands if isinstance(x, list)]
+    if not lists:  # numbers alone: computed once for the whole list
+        return operation.number(*operands)
+    if operation.foreach is None:
+        if op == "where" and not isinstance(operands[1], list):
+            operands[1] = [torch.full((), operands[1], dtype=compute, device=c.device) for c in lists[0]]
+        return [operation.tensor(*(_at(x, i) for x in operands)) for i in range(len(lists[0]))]
+    if not isinstance(operands[0], list):
+        return _scalar_first(op, operands[0], operands[1])
+    if in_place:
+        FOREACH[operation.foreach + "_"](*operands)
+        return operands[0]
+    return list(FOREACH[operation.foreach](*operands))
+
+
+def _at(x: Any, i: int) -> Any:
+    return x[i] if isinstance(x, list) else x
+
+
+def _scalar_first(op: str, a: float, b: list[Tensor]) -> list[Tensor]:
+    """torch's multi-tensor operators take a number only as the second operand."""
+    if op == "sub":
+        return list(foreach_add(FOREACH["neg"](b), a))
+    if op == "div":
+        return list(FOREACH["mul"](FOREACH["reciprocal"](b), a))
+    return list(FOREACH[str(OPERATIONS[op].foreach)](b, a))

@@ -1,0 +1,79 @@
+"""The loop tier: the rule's own function on tensors, one parameter after the other.
+
+The other tiers are tested against it. It takes tensors that they cannot take, and it is the differentiable form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.engine.tensors import flat, is_dense, is_plain, same_layout
+
+__all__ = ["evaluate", "run_loop"]
+
+#: Elements computed at once, which bounds the size of temporaries.
+CHUNK = 1 << 16
+
+
+def run_loop(
+    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    scalars: Mapping[str, Any],
+    compute: torch.dtype,
+    *,
+    differentiable: bool = False,
+) -> None:
+    """Update one parameter in place.
+
+    Args:
+        apply: the rule's update, as :meth:`offbeat.rules.rule.Rule.apply`.
+        names: the names of the tensors.
+        tensors: p, g and the state.
+        scalars: coefficients and structure.
+        compute: the dtype to compute in.
+        differentiable: whether autograd watches.
+    """
+    if differentiable:
+        # Autograd keeps its inputs, and the originals are about to be overwritten.
+        inputs = [tensors[0].clone(), tensors[1], *(t.clone() for t in tensors[2:])]
+        _write([tensors[0], *tensors[2:]], evaluate(apply, names, inputs, scalars, compute))
+        return
+    for piece in _chunks(tensors):
+        _write([piece[0], *piece[2:]], evaluate(apply, names, piece, scalars, compute))
+
+
+def evaluate(
+    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
+    names: Sequence[str],
+    tensors: Sequence[Tensor],
+    scalars: Mapping[str, Any],
+    compute: torch.dtype,
+) -> Sequence[Tensor]:
+    """The new parameter and state, computed in ``compute``; nothing is changed."""
+    inputs = {name: t if t.dtype == compute else t.to(compute) for name, t in zip(names, tensors, strict=True)}
+    return apply(inputs, scalars)
+
+
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    # A rule may return an input as the new value of another ("the previous gradient is now this one").
+    sources = [
+        value.clone() if any(value is other for other in targets if other is not target) else value
+        for target, value in zip(targets, values, strict=True)
+    ]
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    p = tensors[0]
+    if p.numel() <= 2 * CHUNK or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in tensors):
+        yield tensors
+        return
+    lines = [flat(t.detach()) for t in tensors]
+    for start in range(0, p.numel(), CHUNK):
+        yield [line[start : start + CHUNK] for line in lines]

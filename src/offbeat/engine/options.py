@@ -1,0 +1,173 @@
+"""A param group's options, and everything that follows from them alone; worked out once while they do not change."""
+
+from __future__ import annotations
+
+import functools
+from numbers import Number
+from operator import is_
+from typing import Any
+
+from torch import Tensor, dtype
+
+from offbeat._torch import is_traced
+from offbeat.engine.precision import check_precision, formats, kept_slots
+from offbeat.engine.trace import Program, trace
+from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
+
+__all__ = ["Options", "OptionsCache", "has_tensors", "hyperparameters"]
+
+
+class Options:
+    """The options of a group under a rule.
+
+    Attributes:
+        h: the hyperparameters.
+        slots: the state that is stored for a parameter.
+        structure: the booleans that choose between variants of the maths.
+        has_tensors: whether a hyperparameter is a tensor.
+        kind: everything that decides which kernel runs. Batches are built for options of one kind.
+    """
+
+    def __init__(self, rule: Rule, options: dict[str, Any]) -> None:
+        self.rule = rule
+        self.h = h = hyperparameters({**FLAGS, **options})
+        self.slots = kept_slots(rule, h)
+        self.structure = rule.structure(h)
+        self.has_tensors = has_tensors(h)
+        flags = (h.foreach, h.fused, h.differentiable, h.capturable, *(vars(h).get(name) for name in PRECISION))
+        self.kind = (flags, self.structure, [slot.key for slot in self.slots], self.has_tensors)
+
+    @functools.cached_property
+    def tensor_keys(self) -> tuple[str, ...]:
+        """The state entries that are tensors like the parameter."""
+        return tuple(slot.key for slot in self.slots if not slot.scalar and slot.form != "scales")
+
+    @functools.cached_property
+    def scalar_keys(self) -> tuple[str, ...]:
+        """The state entries that are single numbers, such as step counters."""
+        return tuple(slot.key for slot in self.slots if slot.scalar)
+
+    @functools.cached_property
+    def scale_keys(self) -> tuple[str, ...]:
+        """The state entries that are scales of 8-bit entries."""
+        return tuple(slot.key for slot in self.slots if slot.form == "scales")
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of the rule's update that are tensors."""
+        return ("p", "g", *(slot.key for slot in self.rule.slots(self.h) if not slot.scalar))
+
+    @functools.cached_property
+    def form(self) -> tuple[str, ...]:
+        """The forms in which p, g and state are stored; empty if all are plain."""
+        return formats(self.h, self.slots)
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether numbers stay tensors, on their device or watched by autograd."""
+        return bool(self.h.capturable or self.h.differentiable)
+
+    def on_host(self) -> Values:
+        """The hyperparameters with tensors read as numbers, which waits for their device."""
+        return _without_tensors(self.h, None) if self.has_tensors else self.h
+
+    def sample_coefficients(self, h: Values | None = None) -> dict[str, Any]:
+        """Coefficients for arbitrary stored scalars: their names, and a check that they can be computed."""
+        h = self.h if h is None else h
+        stored = {slot.key: 0.5 for slot in self.rule.slots(h) if slot.scalar and slot.key != "step"}
+        return self.rule.coefficients(h, Values(step=1, **stored))
+
+    def program(self, *, on_device: bool = False) -> Program:
+        """The rule's maths as a program.
+
+        With ``on_device`` the program itself initialises late state at the first step, because only the device knows
+        which step is the first.
+        """
+        slots = self.rule.slots(self.h)
+        keys = tuple(slot.key for slot in slots if not slot.scalar)
+        names = tuple(self.sample_coefficients(_without_tensors(self.h, 0.5) if self.has_tensors else self.h))
+        late = tuple(slot.key for slot in slots if slot.late and not slot.scalar) if on_device else ()
+        more = ("rounding_step",) if self.form else ()
+        return trace(self.rule, keys, names, tuple(sorted(self.structure.items())), late, more)
+
+
+def hyperparameters(group: dict[str, Any]) -> Values:
+    """A group's options as attributes. Tensors become numbers, unless autograd watches them or they are on a device."""
+    items = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
+    watched = bool(items["differentiable"])
+    for name, value in list(items.items()):
+        if isinstance(value, Tensor) and value.numel() == 1:
+            items[name] = _scalar(value, watched)
+        elif name == "betas" and any(isinstance(b, Tensor) for b in value):
+            items[name] = tuple(_scalar(b, watched) if isinstance(b, Tensor) else b for b in value)
+    return Values(**items)
+
+
+def _plain(value: Any) -> Any:
+    """Lists as tuples, and numbers of any library as Python's."""
+    if isinstance(value, list):
+        return tuple(map(_plain, value))
+    if isinstance(value, Number) and not isinstance(value, (int, float, complex)):
+        return float(value)  # type: ignore[arg-type]
+    return value
+
+
+def _scalar(value: Tensor, watched: bool) -> Any:
+    return value.squeeze() if watched or value.device.type != "cpu" or is_traced() else value.item()
+
+
+def has_tensors(h: Values) -> bool:
+    """Whether a hyperparameter is a tensor."""
+    return any(
+        isinstance(one, Tensor)
+        for value in vars(h).values()
+        for one in (value if isinstance(value, tuple) else (value,))
+    )
+
+
+def _without_tensors(h: Values, stand_in: float | None) -> Values:
+    """Hyperparameters with tensors read as numbers, or replaced by ``stand_in``."""
+
+    def number(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return value.item() if stand_in is None else stand_in
+        return tuple(map(number, value)) if isinstance(value, tuple) else value
+
+    return Values(**{name: number(value) for name, value in vars(h).items()})
+
+
+class OptionsCache:
+    """The options of groups. They are compared with the live groups every time, so they are never stale."""
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._known: dict[int, tuple[dict[str, Any], Options]] = {}
+
+    def of(self, group: dict[str, Any]) -> Options:
+        """The options of this group as they are now."""
+        if (known := self._known.get(id(group))) is not None:
+            before, found = known
+            # Objects that are identical and immutable are equal; this is quicker than comparing them.
+            same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
+            if same_names and all(map(is_, map(group.get, before), before.values())):
+                return found
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        constant = all(map(_is_constant, options.values()))  # a tensor may change in place
+        if known is not None and constant and before == options:
+            self._known[id(group)] = (options, found)
+            return found
+        check_precision(self._rule, options)
+        found = Options(self._rule, options)
+        if constant:
+            if len(self._known) > 64:  # groups come and go
+                self._known.clear()
+            self._known[id(group)] = (options, found)
+        else:
+            self._known.pop(id(group), None)
+        return found
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    return isinstance(value, (bool, int, float, str, type(None), dtype))

@@ -1,0 +1,174 @@
+"""Per-parameter state: a dictionary that counts its changes.
+
+The engine keeps tables of addresses between steps. ``optimizer.state`` can be read and written like torch.optim's
+nested dictionary; every change of an entry is counted, so a stale table is never used.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.engine.codec import scales_for
+from offbeat.engine.counters import new_scalars, scalar_dtype
+from offbeat.engine.options import has_tensors
+from offbeat.engine.tensors import local
+from offbeat.rules.rule import Slot, Values
+
+__all__ = ["ParamState", "State", "new_state"]
+
+
+def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.clock[0] += 1
+        return method(self, *args, **kwargs)
+
+    return wrapper
+
+
+class ParamState(dict[str, Any]):
+    """One parameter's state."""
+
+    def __init__(self, items: Any = (), clock: list[int] | None = None) -> None:
+        super().__init__(items)
+        self.clock = clock if clock is not None else [0]
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    __setitem__ = _counted(dict.__setitem__)
+    __delitem__ = _counted(dict.__delitem__)
+    __ior__ = _counted(dict.__ior__)
+    update = _counted(dict.update)
+    pop = _counted(dict.pop)
+    popitem = _counted(dict.popitem)
+    clear = _counted(dict.clear)
+    setdefault = _counted(dict.setdefault)
+
+
+class State(defaultdict[Any, Any]):
+    """``optimizer.state``: parameter to :class:`ParamState`, with one clock that counts all changes."""
+
+    def __init__(self, items: Iterable[tuple[Any, Any]] = ()) -> None:
+        self.clock = [0]
+        self.kept: list[Any] = []  # objects that must live as long as the state
+        super().__init__(dict)
+        for key, value in items:
+            self[key] = value
+
+    def __missing__(self, key: Any) -> ParamState:
+        self[key] = {}
+        found: ParamState = self[key]
+        return found
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.clock[0] += 1
+        if isinstance(value, dict) and isinstance(key, Tensor):
+            value = ParamState(value, self.clock)
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """As a dictionary's; every entry is counted as a change."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As a dictionary's; a new entry is counted as a change."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> State:
+        self.update(other)
+        return self
+
+    def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
+        """A shallow copy, as a plain ``defaultdict(dict)``: changes of the copy itself are not counted."""
+        return _plain_state(list(self.items()))
+
+    __copy__ = copy  # type: ignore[assignment]
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def __reduce__(self) -> Any:
+        return _plain_state, (list(self.items()),)
+
+    __delitem__ = _counted(defaultdict.__delitem__)
+    pop = _counted(defaultdict.pop)
+    popitem = _counted(defaultdict.popitem)
+    clear = _counted(defaultdict.clear)
+
+
+def _plain_state(items: list[tuple[Any, Any]]) -> defaultdict[Any, Any]:
+    """A pickled or copied state is a plain dictionary; the optimizer that receives it wraps it again."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update(items)
+    return state
+
+
+def new_state(
+    slots: Sequence[Slot],
+    h: Values,
+    params: Sequence[Tensor],
+    state: State,
+    others: Mapping[int, dict[str, Any]] | None = None,
+) -> tuple[list[dict[str, Any]], list[tuple[Tensor, str, Tensor]]]:
+    """Each parameter's state with what was missing added, and a list of what was added. ``state`` is not touched.
+
+    ``others`` are entries that are to take the place of those in ``state``, by the parameter's id.
+    """
+    entries = [dict((others or {}).get(id(p)) or state.get(p) or {}) for p in params]
+    created: list[tuple[Tensor, str, Tensor]] = []
+    for slot in slots:
+        lacking = [i for i, entry in enumerate(entries) if not isinstance(entry.get(slot.key), Tensor)]
+        if slot.scalar:
+            made = _scalars(slot, h, [params[i] for i in lacking], [entries[i].get(slot.key) for i in lacking])
+        else:
+            made = [_like(slot, h, params[i]) for i in lacking]
+        for i, value in zip(lacking, made, strict=True):
+            entries[i][slot.key] = value
+            created.append((params[i], slot.key, value))
+    return entries, created
+
+
+def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
+    if slot.form == "scales":
+        shard = local(p)
+        return torch.zeros(scales_for(shard.numel()), dtype=slot.dtype, device=shard.device)
+    if slot.dtype is not None:
+        return torch.zeros_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
+    value = slot.initial(h)
+    if h.differentiable and isinstance(value, Tensor):
+        one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, memory_format=torch.preserve_format)
+        return one * value
+    value = float(value)
+    if value == 0:
+        return torch.zeros_like(p, memory_format=torch.preserve_format)
+    return torch.full_like(p, complex(value, value) if p.is_complex() else value, memory_format=torch.preserve_format)
+
+
+def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[Any]) -> list[Tensor]:
+    """Counters for these parameters; a plain number from an old checkpoint counts as the value."""
+    dtype = scalar_dtype(h.fused and slot.key == "step")
+    initial = slot.initial(h)
+    if h.differentiable and isinstance(initial, Tensor):
+        return [initial.to(dtype).clone() for _ in params]
+    values = [float(initial if old is None else old) for old in present]
+    # On the parameter's device if a step must not wait for it, as with a learning rate that is on the device.
+    stays_there = has_tensors(h) and h.fused is None and h.foreach is None and not h.differentiable
+    there = h.capturable or h.fused or stays_there
+    devices = [p.device if there else torch.device("cpu") for p in params]
+    result: list[Any] = [None] * len(params)
+    for device in set(devices):
+        where = [i for i, d in enumerate(devices) if d == device]
+        for i, t in zip(where, new_scalars([values[i] for i in where], dtype, device), strict=True):
+            result[i] = t
+    return result

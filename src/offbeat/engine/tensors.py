@@ -1,0 +1,122 @@
+"""Tensors as the engine sees them: plain or distributed, and how they lie in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat._torch import is_fake, local_tensor
+
+__all__ = [
+    "compute_dtype",
+    "distributed_like",
+    "flat",
+    "has_storage",
+    "has_values",
+    "is_dense",
+    "is_dtensor",
+    "is_plain",
+    "laid_out_like",
+    "local",
+    "match_layout",
+    "same_layout",
+]
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def is_plain(t: Any) -> bool:
+    """Whether ``t`` is a Tensor or a Parameter and not an instance of another subclass."""
+    return type(t) in _PLAIN
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether ``t`` is a DTensor. Does not import torch.distributed.tensor where nobody uses it."""
+    if type(t) in _PLAIN:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    if not is_dtensor(t):
+        return t
+    shard = local_tensor(t)
+    # A collective may still be writing to it.
+    return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
+
+
+def distributed_like(like: Any, shard: Tensor) -> Tensor:
+    """A DTensor with the placements of ``like``, of which ``shard`` is this rank's part."""
+    made: Tensor = type(like).from_local(
+        shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
+    return made
+
+
+def has_storage(t: Tensor) -> bool:
+    """Whether the tensor has memory of its own that a kernel can read."""
+    try:
+        return t.data_ptr() != 0 or t.numel() == 0
+    except RuntimeError:  # a tensor of functorch's, or a fake one
+        return False
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether the tensor has numbers in it: it is neither a meta tensor nor a fake one."""
+    return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
+
+
+def compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """The dtype to compute in: the widest of the operands' dtypes, and at least float32."""
+    dtype = tensors[0].dtype
+    for t in tensors[1:]:
+        if t.dtype != dtype:
+            dtype = torch.promote_types(dtype, t.dtype)
+    return torch.float32 if dtype in _HALF else dtype
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(
+        ((size, stride) for size, stride in zip(t.shape, t.stride(), strict=True) if size != 1), key=lambda x: x[1]
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Whether equal positions in memory are equal elements (dimensions of size 1 do not matter)."""
+    if a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()):
+        return True
+    return all(x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True) if size != 1)
+
+
+def match_layout(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` itself if it is dense and laid out as ``like``, else a copy that is."""
+    if is_dense(t) and same_layout(t, like):
+        return t
+    return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
+
+
+def laid_out_like(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` with the strides of ``like``, which is dense; a copy if they differ."""
+    if t.stride() == like.stride():
+        return t
+    return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
+
+
+def flat(t: Tensor) -> Tensor:
+    """A dense tensor's memory as one dimension; shares storage."""
+    return t.as_strided((t.numel(),), (1,), t.storage_offset())

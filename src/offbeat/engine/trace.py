@@ -1,0 +1,175 @@
+"""A rule's update as a list of instructions, for the tiers that do not run it on tensors directly.
+
+The update is called once with symbolic values, which record what is done with them as a :class:`Program` in
+single-assignment form. The foreach tier interprets the program over lists of tensors, the fused tier turns it into
+source code. Branches on structure (``if amsgrad:``) are taken while tracing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from offbeat.rules.ops import OPERATIONS, where
+from offbeat.rules.rule import Rule
+
+__all__ = ["Constant", "Instruction", "Program", "Tracer", "Value", "trace"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number written in the rule."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``value[i] = op(*args)``: ``args`` are the numbers of earlier instructions, or :class:`Constant`."""
+
+    op: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced update.
+
+    Attributes:
+        tensors: the names of the tensor inputs, ``p`` and ``g`` first, then the state.
+        coefficients: the names of the scalar inputs.
+        instructions: first one ``tensor`` instruction for each name in ``tensors``, then one ``scalar``
+            instruction for each coefficient, then the maths.
+        outputs: the instruction whose value becomes the new ``p``, and each state tensor in order.
+    """
+
+    tensors: tuple[str, ...]
+    coefficients: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def maths(self) -> list[tuple[int, Instruction]]:
+        """The instructions that compute something, with their numbers."""
+        first = len(self.tensors) + len(self.coefficients)
+        return list(enumerate(self.instructions))[first:]
+
+    def scalar(self, number: int) -> bool:
+        """Whether an instruction's value is one number for the whole tensor."""
+        return self.instructions[number].op == "scalar"
+
+
+class Value:
+    """A symbolic value. Its operators, made from the table of operations, record instructions."""
+
+    __slots__ = ("number", "tracer")
+
+    def __init__(self, tracer: Tracer, number: int) -> None:
+        self.tracer, self.number = tracer, number
+
+    def emit(self, op: str, *operands: Any) -> Any:
+        """Record an operation and return its value."""
+        return self.tracer.emit(op, *operands)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "an update rule cannot branch on a value: use offbeat.rules.ops.where(condition, a, b), "
+            "or put the condition into the rule's structure"
+        )
+
+    __hash__ = object.__hash__
+
+
+def _method(name: str, *, reflected: bool) -> Callable[..., Any]:
+    def method(self: Value, *others: Any) -> Any:
+        return self.emit(name, *others, self) if reflected else self.emit(name, self, *others)
+
+    return method
+
+
+def _add_operators() -> None:
+    for name, operation in OPERATIONS.items():
+        if operation.python is not None:
+            setattr(Value, operation.python, _method(name, reflected=False))
+        if name in ("add", "sub", "mul", "div"):
+            setattr(Value, str(operation.python).replace("__", "__r", 1), _method(name, reflected=True))
+
+
+class Tracer:
+    """Records instructions."""
+
+    kind: type[Value] = Value
+    #: Whether numbers alone may be combined. In an update they may not: see :meth:`emit`.
+    combines_numbers = False
+
+    def __init__(self) -> None:
+        self.instructions: list[Instruction] = []
+
+    def input(self, kind: str, name: str) -> Any:
+        """A value that comes from outside."""
+        self.instructions.append(Instruction(kind, (name,)))
+        return self.kind(self, len(self.instructions) - 1)
+
+    def emit(self, op: str, *operands: Any) -> Any:
+        """Record an operation and return its value."""
+        if op == "where" and isinstance(operands[0], bool):
+            return operands[1] if operands[0] else operands[2]
+        numbers = tuple(a.number if isinstance(a, Value) else Constant(float(a)) for a in operands)
+        allowed = self.combines_numbers or op == "where" or OPERATIONS[op].compares
+        if not allowed and not any(isinstance(a, int) and self.instructions[a].op != "scalar" for a in numbers):
+            names = [self.instructions[a].args[0] if isinstance(a, int) else a.value for a in numbers]
+            raise TypeError(
+                f"an update rule combines coefficients ({op} of {names}): compute that number in the rule's "
+                "coefficients, where it is done in double precision"
+            )
+        self.instructions.append(Instruction(op, numbers))
+        return self.kind(self, len(self.instructions) - 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def trace(
+    rule: Rule,
+    state: tuple[str, ...],
+    coefficients: tuple[str, ...],
+    structure: tuple[tuple[str, bool], ...],
+    late: tuple[str, ...] = (),
+    more: tuple[str, ...] = (),
+) -> Program:
+    """Record what the rule's update does with a parameter, a gradient, these state tensors and coefficients.
+
+    Args:
+        late: state tensors that the program itself must initialise at the first step. The coefficient ``first`` says
+            whether it is the first step, and ``initial_KEY`` what the state starts from.
+        more: further coefficients, for the kernel and not for the maths.
+    """
+    tracer = Tracer()
+    names = ("p", "g", *state)
+    if late:
+        coefficients = (*coefficients, "first", *(f"initial_{name}" for name in late))
+    coefficients = (*coefficients, *more)
+    tensors = {name: tracer.input("tensor", name) for name in names}
+    scalars = {name: tracer.input("scalar", name) for name in coefficients}
+    for name in late:
+        tensors[name] = where(scalars["first"] > 0, scalars[f"initial_{name}"], tensors[name])
+    outputs = rule.apply(tensors, scalars | dict(structure))
+    _check_outputs(rule.update, outputs, state)
+    return Program(names, coefficients, tuple(tracer.instructions), tuple(value.number for value in outputs))
+
+
+def _check_outputs(update: Callable[..., Any], outputs: Sequence[Any], state: Sequence[str]) -> None:
+    if len(outputs) != 1 + len(state):
+        raise TypeError(
+            f"{update.__name__} returned {len(outputs)} values, but a parameter with state {list(state)} "
+            f"needs {1 + len(state)}: return the new p and the new state, in the order of the slots"
+        )
+    odd = next((value for value in outputs if not isinstance(value, Value)), None)
+    if odd is not None:
+        raise TypeError(
+            f"{update.__name__} returned {odd!r}, which depends on none of its arguments: compute every result from "
+            "the parameter, the gradient or the state"
+        )
+
+
+_add_operators()

@@ -1,0 +1,45 @@
+"""The parameters of an overlapped optimizer, read from its live ``param_groups``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.overlap.clipping import Shards, shard_groups
+
+__all__ = ["Parameters"]
+
+
+class Parameters:
+    """All parameters of an optimizer.
+
+    Args:
+        order: the parameters of the module.
+
+    Attributes:
+        all: the optimizer's parameters in the module's order, the order in which
+            ``clip_grad_norm_(module.parameters())`` adds up norms. A new list whenever they have changed.
+        shards: by id of a parameter, the process groups that hold its other shards.
+    """
+
+    def __init__(self, optimizer: Optimizer, order: Sequence[Tensor]) -> None:
+        self._optimizer = optimizer
+        self._position = {id(p): i for i, p in enumerate(order)}
+        self._ids: list[int] | None = None
+        self.all: list[Tensor] = []
+        self.shards: Shards = {}
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Read the optimizer's groups again; returns whether parameters were added or removed."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        ids = list(map(id, params))
+        if ids == self._ids:
+            return False
+        self._ids = ids
+        params.sort(key=lambda p: self._position.get(id(p), len(self._position)))
+        self.all = params
+        self.shards = {id(p): shard_groups(p) for p in params}
+        return True

@@ -1,0 +1,225 @@
+"""One step of an optimizer, done in parts: buckets during backward, and the rest in ``optimizer.step()``.
+
+Where buckets come from (a plain module, DDP, FSDP2) is the matter of a :class:`~offbeat.overlap.source.Source`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.overlap.accumulation import Accumulation
+from offbeat.overlap.clipping import Clipping
+from offbeat.overlap.consumed import Placeholders, settle
+from offbeat.overlap.options import check_options_unchanged, options_of
+from offbeat.overlap.parameters import Parameters
+from offbeat.overlap.registry import overlapped
+from offbeat.overlap.scaling import Scaling
+from offbeat.overlap.step_hooks import StepHooks
+
+__all__ = ["Step"]
+
+
+class Step:
+    """What happens between one ``optimizer.step()`` and the next.
+
+    Attributes:
+        lock: held while anything here changes, because buckets may come from several threads.
+        scaling: unscales gradients, if ``overlap()`` was given a scaler.
+        hooks: the hooks on ``optimizer.step()``, once they are registered.
+        stepped: by id, the parameters that have been updated in this step.
+        in_bucket: whether a bucket is being stepped. A call of ``optimizer.step`` meanwhile is a part of that.
+        in_step: whether ``optimizer.step()`` is running.
+    """
+
+    def __init__(self, optimizer: Optimizer, order: Sequence[Tensor], accumulate: int, clip: Clipping | None) -> None:
+        self.optimizer = optimizer
+        self.parameters = Parameters(optimizer, order)
+        self.accumulation = Accumulation(accumulate)
+        self.clip = clip
+        self.scaling: Scaling | None = None
+        self.hooks: StepHooks | None = None
+        self.lock = threading.RLock()
+        self.stepped: dict[int, Tensor] = {}
+        self.in_bucket = self.in_step = False
+        self._overlapped = overlapped(optimizer)
+        self._placeholders = Placeholders()
+        self._agreeing: list[Any] = []
+        self._has_gradients = False
+        self._failure: str | None = None
+        self._options: list[dict[str, Any]] | None = None
+        self._used: list[Tensor] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether backward has begun a step that ``optimizer.step()`` has not finished."""
+        return self._has_gradients or self.accumulation.has_begun
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the scaler has skipped this step, so that the next gradient begins a new one."""
+        return self.scaling is not None and self.scaling.is_over
+
+    def refresh(self) -> bool:
+        """Read the optimizer's groups again; returns whether parameters were added or removed."""
+        if not self.parameters.refresh():
+            return False
+        self._placeholders.keep({*map(id, self.parameters.all), *self.stepped})
+        return True
+
+    def agree_over(self, group: Any) -> None:
+        """Have all ranks of this process group skip a step if one of them does: their gradients may differ."""
+        self._agreeing.append(group)
+
+    # During backward
+
+    def gradients_arrive(self) -> None:
+        """Called when a backward pass brings its first gradient."""
+        self._has_gradients = True
+        self.in_step = False  # if the last optimizer.step() failed
+        if self.hooks is not None:
+            self.hooks.keep_order()
+
+    def begin_pass(self) -> None:
+        """Count a backward pass. Raises if its gradients would be added to used ones."""
+        try:
+            self.accumulation.begin_pass()
+        except RuntimeError:
+            self._failure = "a backward pass that was not announced has added to gradients"
+            raise
+
+    @torch.no_grad()
+    def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], now: Sequence[int] | None = None) -> bool:
+        """Take final gradients, and update their parameters unless the update must wait.
+
+        Args:
+            params: the bucket; the same on every rank.
+            grads: their gradients.
+            now: positions of the parameters that may be updated now (None: all); the others are left to
+                ``optimizer.step()``.
+
+        Returns:
+            Whether parameters have been updated.
+        """
+        if self.scaling is not None:
+            self.scaling.unscale(params, grads)
+        if self.clip is not None:
+            self.clip.measure(params, grads)
+            self.clip.weigh_bucket(params, self.parameters.shards)
+        if self.scaling is not None or (self.clip is not None and self.clip.waits):
+            return False
+        if now is not None:
+            params, grads = [params[i] for i in now], [grads[i] for i in now]
+        if not params:
+            return False
+        if self._options is None:
+            self._options = options_of(self.optimizer)
+            self._overlapped.begin_step()
+        self.in_bucket = True
+        try:
+            if self.clip is None:
+                self._overlapped.step_bucket(params, grads)
+            else:
+                self._overlapped.step_clipped(params, grads, self.clip.coefficient_of(params))
+                self.clip.forget_gradients(params)
+        except BaseException as error:
+            self._failure = f"a bucket could not be stepped ({type(error).__name__}: {error})"
+            raise
+        finally:
+            self.in_bucket = False
+        self.stepped.update((id(p), p) for p in params)
+        return True
+
+    def bucket_failed(self, error: BaseException) -> None:
+        """Called when a bucket was not reduced or not stepped: ``optimizer.step()`` must not go on."""
+        self._failure = f"a bucket was not reduced or not stepped ({type(error).__name__}: {error})"
+
+    def free(self, params: Sequence[Tensor]) -> None:
+        """Replace gradients that have been used by placeholders."""
+        self._placeholders.place(params)
+
+    def gradients_moved(self) -> None:
+        """Called when DDP has copied reduced gradients, as they are, from its buckets into ``.grad``."""
+        for p in self.parameters.all:
+            if self.clip is not None:
+                self.clip.moved(p)
+            if self.scaling is not None:
+                self.scaling.moved(p)
+
+    # In scaler.step() and optimizer.step()
+
+    @torch.no_grad()
+    def finish_scaling(self) -> None:
+        """Unscale gradients that were in no bucket, and agree with other ranks whether to skip the step."""
+        assert self.scaling is not None
+        self._settle()
+        left = self._left()
+        self.scaling.check(left)
+        rest = [p for p in left if not self.scaling.is_unscaled(p)]
+        self.scaling.unscale(rest, [p.grad for p in rest if p.grad is not None])
+        shard_groups = (group for groups in self.parameters.shards.values() for group in groups)
+        self.scaling.agree(list(dict.fromkeys([*self._agreeing, *shard_groups])), self.parameters.all[0].device)
+
+    def check(self) -> None:
+        """Raise if ``optimizer.step()`` cannot finish what backward has begun. Changes nothing."""
+        if self._failure is not None:
+            raise RuntimeError(
+                f"optimizer.step() cannot continue: {self._failure}; call handle.reset() to drop this step"
+            )
+        self._placeholders.check(self.stepped)
+        if self.scaling is not None and self.is_open and not self.scaling.is_finished:
+            raise RuntimeError(
+                "optimizer.step() was called, but overlap() was given a scaler; call scaler.step(optimizer) and "
+                "scaler.update(), as without overlap"
+            )
+        if self.scaling is None and getattr(self.optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "a GradScaler is to unscale gradients that overlap() has already used; pass it as overlap(..., scaler=)"
+            )
+        if self._options is not None:
+            check_options_unchanged(self._options, self.optimizer)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Clip the gradients that are left. All gradients have arrived."""
+        self._settle()
+        if self.clip is not None:
+            self.clip.finish(self.parameters.all, self._left(), self.parameters.shards, counts=self.is_open)
+
+    def hand_over(self) -> None:
+        """Let the optimizer's own step see only the gradients that are left."""
+        self.in_step = True
+        self._used = list(self.stepped.values())
+        self.reset()
+
+    def take_back(self) -> None:
+        """After the optimizer's own step: put placeholders back until the gradients are cleared."""
+        self._placeholders.place(p for p in self._used if p.grad is None)
+        self._placeholders.begin_step()
+        self._used, self.in_step = [], False
+
+    def reset(self, *, drop_gradients: bool = False) -> None:
+        """Begin a new step. Gradients that have been used are set to None; with ``drop_gradients``, all are."""
+        for p in self.parameters.all if drop_gradients else self.stepped.values():
+            p.grad = None
+        self.stepped = {}
+        self._placeholders.begin_step()
+        self.accumulation.begin_step()
+        self._has_gradients = False
+        self._options, self._failure = None, None
+        if self.clip is not None:
+            self.clip.drop()
+        if self.scaling is not None:
+            self.scaling.reset()
+
+    def _settle(self) -> None:
+        settle(p for p in self.parameters.all if id(p) not in self.stepped)
+
+    def _left(self) -> list[Tensor]:
+        """Parameters with a gradient that has not been used."""
+        return [p for p in self.parameters.all if id(p) not in self.stepped and p.grad is not None]

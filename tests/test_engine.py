@@ -1,0 +1,143 @@
+"""What the engine keeps between steps, what it lets go, and what it checks before anything changes."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import offbeat
+from offbeat.engine import choice as choice_module
+from tests.cases import make_params, set_gradients
+
+ones = torch.ones
+
+
+@pytest.fixture
+def native(monkeypatch):
+    """torch's own fused operators, with ``fused=True``."""
+    monkeypatch.setattr(choice_module, "_why_not_fused", lambda program, tensors: "this test wants torch's operator")
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_a_batch_without_gradients_is_passed_over(name):
+    def train(cls, **tier):
+        p, q = torch.nn.Parameter(ones(4)), torch.nn.Parameter(ones(4, dtype=torch.float64))
+        optimizer = cls([p, q], lr=0.1, **tier)
+        for step in range(5):
+            p.grad = None if step in (2, 4) else ones(4)
+            q.grad = None if step == 4 else ones(4, dtype=torch.float64)
+            optimizer.step()
+        return p.detach(), q.detach()
+
+    ours, theirs = train(getattr(offbeat, name), fused=True), train(getattr(torch.optim, name), foreach=False)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_removed_groups_and_their_state_are_let_go():
+    p, q = torch.nn.Parameter(ones(5)), torch.nn.Parameter(ones(5))
+    optimizer = offbeat.Adam([{"params": [p]}, {"params": [q]}], lr=0.1)
+    for _ in range(3):
+        p.grad, q.grad = ones(5), ones(5)
+        optimizer.step()
+    gone = [weakref.ref(q), weakref.ref(optimizer.state[q]["exp_avg"])]
+    del optimizer.state[q]
+    optimizer.param_groups.pop(1)
+    del q
+    optimizer.step()
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+@pytest.mark.parametrize("tier", [{"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.usefixtures("native")
+def test_a_step_that_does_not_happen_keeps_no_gradient_alive(tier):
+    p, q = torch.nn.Parameter(ones(9)), torch.nn.Parameter(ones(9))
+    optimizer = offbeat.Adam([{"params": [p]}, {"params": [q]}], lr=0.1, **tier)
+    for _ in range(3):
+        p.grad, q.grad = ones(9), ones(9)
+        optimizer.step()
+    p.grad, q.grad = ones(9), ones(9).to_sparse()
+    gradient = weakref.ref(p.grad)
+    before = p.detach().clone()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    p.grad = None
+    gc.collect()
+    assert gradient() is None
+
+
+def test_parts_are_bounded_by_their_parameters():
+    params = make_params(torch.float32, shapes=[(3,)] * 20)
+    optimizer = offbeat.AdamW(params)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        some = [params[i] for i in torch.randperm(20, generator=generator)[:15]]
+        optimizer.step_params(some, [torch.ones_like(p) for p in some])
+    assert sum(map(len, optimizer._engine._parts)) <= 5 * 20
+    for _ in range(3):  # one by one, all of them are kept
+        for p in params:
+            optimizer.step_params([p], [torch.ones_like(p)])
+    assert sum(len(key) == 1 for key in optimizer._engine._parts) == 20
+
+
+def test_every_gradient_of_a_repeated_parameter_is_checked_first():
+    p = torch.nn.Parameter(ones(4))
+    optimizer = offbeat.SGD([p], lr=0.1)
+    with pytest.raises(ValueError, match="shape"):
+        optimizer.step_params([p, p], [ones(4), ones(5)])
+    assert torch.equal(p, ones(4))
+
+
+def test_step_params_says_what_it_takes():
+    p = torch.nn.Parameter(ones(4))
+    optimizer = offbeat.SGD([p], lr=0.1)
+    optimizer.step_params(iter([p]), iter([ones(4)]))
+    assert torch.equal(p, torch.full((4,), 0.9))
+    with pytest.raises(TypeError, match="a parameter must be a Tensor, but got int"):
+        optimizer.step_params([1], [ones(4)])
+    with pytest.raises(ValueError, match="2 gradients for 1 parameters"):
+        optimizer.step_params([p], [ones(4), ones(4)])
+    with pytest.raises(ValueError, match="in no group of this optimizer"):
+        optimizer.step_params([torch.zeros(3)], [ones(3)])
+    with pytest.raises(TypeError, match="clip must be a number"):
+        optimizer.step_params([p], [ones(4)], clip="x")
+
+
+def test_groups_may_change_between_step_params():
+    p, q = torch.nn.Parameter(ones(2)), torch.nn.Parameter(ones(2))
+    optimizer = offbeat.SGD([{"params": [p], "lr": 0.1}, {"params": [q], "lr": 1.0}])
+    optimizer.step_params([p, q], [ones(2), ones(2)])
+    groups = optimizer.param_groups
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    optimizer.step_params([p, q], [ones(2), ones(2)])
+    torch.testing.assert_close(p.detach(), torch.full((2,), -0.1))
+    torch.testing.assert_close(q.detach(), torch.full((2,), -0.1))
+
+
+def test_a_default_device_does_not_reach_the_counters():
+    params = make_params(torch.float32, shapes=[(3,)] * 32)
+    optimizer = offbeat.Adam(params, lr=0.1)
+    for step in range(2):
+        set_gradients(step, params, none_at=tuple((0, i) for i in range(16)))
+        optimizer.step()
+    with torch.device("meta"):
+        optimizer.step(clip=0.5)
+        optimizer.step()
+    assert [optimizer.state[p]["step"].item() for p in params] == [3.0] * 16 + [4.0] * 16
+
+
+def test_a_dampened_first_step_that_was_skipped_is_still_the_first():
+    p = torch.nn.Parameter(ones(3))
+    optimizer = offbeat.SGD([p], lr=0.1, momentum=0.9, dampening=0.5)
+    p.grad = ones(3)
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    del optimizer.found_inf
+    optimizer.step()
+    assert torch.equal(p, torch.full((3,), 0.9))
