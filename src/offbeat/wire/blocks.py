@@ -13,9 +13,9 @@ rounded half to even, and decoded as $q \cdot s$. With $m$ the largest absolute 
 | int2 | [-1, 2] | 32 | $\pm m / 2$ | 2.5 | $m / 2$, and $m / 3.9$ for most |
 
 In int4 and int2, $s$ has the sign of the element that is $m$ in absolute value (plus, if both signs reach it), so that
-this element is $h \cdot s$ and no code is wasted. An element of the other sign beyond $(l - 1/2) s$ is clamped, and only
-for those is the first bound needed. That gives a smaller mean square error than symmetric levels: by 23 % for int4 on normal
-numbers, and for int2 by two thirds. Zeros stay exactly zero.
+this element is $h \cdot s$ and no code is wasted. An element of the other sign beyond $(l - 1/2) s$ is clamped; the
+larger bound is for those. The mean square error is smaller than with symmetric levels: on normal numbers by 23 % for
+int4 and by two thirds for int2. Zeros stay exactly zero.
 
 $s$ is rounded up to bfloat16. The product $q s$ then has at most 15 significant bits and is exact in float32, so that
 ``out + q * s`` gives the same bits with and without a fused multiply-add: every device decodes to the same sums.

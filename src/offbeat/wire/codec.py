@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.blocks import Int2, Int4, Int8
 from offbeat.wire.halves import Bf16, Fp16
@@ -9,7 +11,7 @@ from offbeat.wire.topk import TopK
 
 __all__ = ["Codec", "NotFinite", "TopK", "make_codec"]
 
-_BY_NAME = {"bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "int2": Int2}
+_BY_NAME: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "int2": Int2}
 
 
 def make_codec(spec: str | Codec | None) -> Codec | None:

@@ -48,8 +48,8 @@ class CodedMean:
     """The sum over ranks of encoded values, the same bits on every rank.
 
     With two ranks, each sends all its codes to the other, and both add up the two in the order of ranks. With three or
-    more, each rank owns one part of the values: codes travel to their owner (all-to-all), which decodes and adds them in
-    float32 in the order of ranks, encodes the sum and sends it to all (all-gather). All ranks, the owner too, decode
+    more, each rank owns one part of the values: codes travel to their owner (all-to-all), which decodes and adds them
+    in float32 in the order of ranks, encodes the sum and sends it to all (all-gather). All ranks, the owner too, decode
     these codes. Results do not depend on the transport or on which rank computes them.
 
     It is a mean when the caller scales the values by each rank's share first: ``x * (1 / size)``, or by tokens.
@@ -61,8 +61,8 @@ class CodedMean:
     Args:
         codec: for values and, with three or more ranks, for sums.
         return_sum_error: with three or more ranks, add what is lost in encoding a sum to the ``residual`` of the rank
-            that owns it. With error feedback this loss is then made up for too. Without, residuals hold only what a rank
-            lost in encoding its own values.
+            that owns it, so that error feedback makes up for this loss too. By default a residual holds only what the
+            rank lost in encoding its own values.
     """
 
     def __init__(self, codec: Codec, *, return_sum_error: bool = False) -> None:

@@ -1,7 +1,7 @@
 r"""Half precision: ``bf16`` and ``fp16``.
 
-**bf16** rounds to the nearest bfloat16, half to even: an error of at most $2^{-8} |x|$. The few float32 beyond the largest
-bfloat16 become that number, within the same bound, and never infinity.
+**bf16** rounds to the nearest bfloat16, half to even: an error of at most $2^{-8} |x|$. The few float32 beyond the
+largest bfloat16 become that number, within the same bound, and never infinity.
 
 **fp16** has 3 bits more of precision and little range, so each block of 256 elements is multiplied by a power of two
 that brings its largest absolute value $m$ to $[2^{15}, 2^{16})$ first. No value overflows, and small differences keep

@@ -22,6 +22,9 @@ from offbeat.wire.feedback import ErrorFeedback
 
 __all__ = ["CodecState", "codec_hook"]
 
+# New in torch 2.13, which warns of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class CodecState:
     """The state of :func:`codec_hook`: one for each DDP module.
@@ -31,8 +34,9 @@ class CodecState:
         process_group: the group of the DDP module; the default group by default.
         error_feedback: the decay of what encoding loses, which is added to the next gradient. 1 keeps it whole, and
             None drops it. Takes as much memory as the gradients in float32.
-        not_finite: what to do about NaN and infinity. "raise" raises :class:`NotFinite` in backward on every rank.
-            "nan" fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
+        not_finite: what to do about NaN and infinity. "raise" raises :class:`NotFinite` at the end of backward on every
+            rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError with the same message). "nan" fills the
+            bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
 
     With ``error_feedback``, residuals belong to the layout of DDP's buckets. DDP changes it once, after the first
     backward pass, and residuals start again from zero then. They are not part of a checkpoint.
@@ -113,9 +117,12 @@ class _Bucket:
         except StopIteration:
             if self._pending is not None:
                 self._state.keep(self._bucket, self._pending)
-        except NotFinite:
+        except NotFinite as error:
+            self.is_done = True
             if self._state.not_finite == "raise":
-                raise
+                # DDP raises it at the end of backward. An exception here would leave DDP in the middle of a pass.
+                self.future.set_exception(error)  # type: ignore[arg-type]
+                return True
             self._sum.fill_(float("nan"))
         if self._sum is not self._buffer:
             self._buffer.copy_(self._sum)
@@ -132,7 +139,7 @@ class _GroupPeers:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Work:
-        work: Work = dist.all_gather_into_tensor(out, mine, group=self._group, async_op=True)
+        work: Work = _all_gather(out, mine, group=self._group, async_op=True)
         return work
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: list[int], in_splits: list[int]) -> Work:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -103,7 +104,7 @@ class RowCodec(Codec):
         numel, size = values.numel(), max(1, SLICE // self.block) * self.block
         whole = numel - numel % self.block
         starts = [*range(0, whole, size), whole, numel] if whole < numel else [*range(0, whole, size), whole]
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in pairwise(starts):
             if start == stop:
                 continue
             first, last = self.encoded_bytes(start), self.encoded_bytes(stop)

@@ -7,13 +7,13 @@ absolute value that is sent:
 
 $$q = \min(\lfloor (|x| - a) / s \rfloor, M - 1), \quad |x| \approx a + (q + 1/2) s, \quad s = (z - a) / M$$
 
-with $s$ rounded up to bfloat16. The error of an element that is sent is at most $(z - a) / (1.98 M)$; one that is not sent has
-$|x| \le a$ and is its own error: use error feedback. Chunks with at most $k$ elements that are not zero, all equal in
-absolute value, are exact.
+with $s$ rounded up to bfloat16. The error of an element that is sent is at most $(z - a) / (1.98 M)$. One that is not
+sent has $|x| \le a$ and is its own error: use error feedback. Chunks with at most $k$ elements that are not zero, all
+equal in absolute value, are exact.
 
 Indices are ascending, so that they fit in a code of fixed size that is close to the least possible (Elias and Fano's):
-the lowest $l = \lfloor \log_2 (n / k) \rfloor$ bits of each as they are, and the rest in unary. At 3 % and 2 bits a chunk takes
-147 bytes, 0.29 bits per element.
+the lowest $l = \lfloor \log_2 (n / k) \rfloor$ bits of each as they are, and the rest in unary. At 3 % and 2 bits a
+chunk takes 147 bytes, 0.29 bits per element.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _decode_rows(records: Tensor, layout: _Layout, bits: int) -> tuple[Tensor, T
     smallest = _from_bytes(records[:, 4:8]).view(torch.float32)
     stream = (records[:, 8:, None] >> torch.arange(8, dtype=torch.uint8, device=records.device) & 1).flatten(1)
     ends = [layout.k * layout.low, layout.unary, layout.k * bits]
-    low, unary, codes, _ = stream.split([*ends, stream.shape[1] - sum(ends)], dim=1)
+    low, unary, codes, _ = torch.split(stream, [*ends, stream.shape[1] - sum(ends)], dim=1)
     order = torch.arange(layout.k, device=records.device)
     index = _from_bits(low, layout.k, layout.low)
     index += (unary.nonzero()[:, 1].view(-1, layout.k) - order) << layout.low
