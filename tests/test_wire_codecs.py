@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.engine.cpu.compiler import why_no_compiler
 from offbeat.wire import ErrorFeedback, NotFinite, TopK, make_codec
+from offbeat.wire.native import native_kernels
 from tests.wire_cases import CODECS, NAN, SIZES, decoded, encoded, error_bound
 
 LARGEST = torch.finfo(torch.float32).max
@@ -80,6 +82,12 @@ def test_plain_torch_and_the_kernels_agree_to_the_bit(codec, kind, numel, seed, 
         assert torch.equal(a, b)
     assert torch.equal(results[0][3].view(torch.float32), start + got)
     assert torch.equal(results[0][4].view(torch.float32), got + got + got)
+
+
+def test_kernels_are_there(monkeypatch):
+    assert (native_kernels() is None) == (why_no_compiler() is not None)
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")
+    assert native_kernels() is None
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=repr)

@@ -90,16 +90,16 @@ class IntCodec(RowCodec):
 class Int8(IntCodec):
     """8-bit integers with a scale for each 256 elements."""
 
-    name, block, bits, low, high, signed, cap = "int8", 256, 8, -127, 127, False, 0x7C01
+    name, block, bits, low, high, signed, cap, kernel = "int8", 256, 8, -127, 127, False, 0x7C01, "int8"
 
 
 class Int4(IntCodec):
     """4-bit integers with a scale for each 64 elements."""
 
-    name, block, bits, low, high, signed, cap = "int4", 64, 4, -7, 8, True, 0x7DFF
+    name, block, bits, low, high, signed, cap, kernel = "int4", 64, 4, -7, 8, True, 0x7DFF, "int4"
 
 
 class Int2(IntCodec):
     """2-bit integers with a scale for each 32 elements."""
 
-    name, block, bits, low, high, signed, cap = "int2", 32, 2, -1, 2, True, 0x7EFF
+    name, block, bits, low, high, signed, cap, kernel = "int2", 32, 2, -1, 2, True, 0x7EFF, "int2"

@@ -25,7 +25,7 @@ _LARGEST_FP16 = torch.finfo(torch.float16).max
 class Bf16(RowCodec):
     """bfloat16, two bytes an element and nothing else."""
 
-    name, block = "bf16", 256  # it has no blocks; this is a size to work in
+    name, kernel, block = "bf16", "bf16", 256  # it has no blocks; this is a size to work in
 
     def _record_bytes(self, width: int) -> int:
         return 2 * width
@@ -45,7 +45,7 @@ class Fp16(RowCodec):
     A record is the scale as bfloat16 (2 bytes), and the elements divided by it as float16.
     """
 
-    name, block = "fp16", 256
+    name, kernel, block = "fp16", "fp16", 256
 
     def _record_bytes(self, width: int) -> int:
         return 2 + 2 * width

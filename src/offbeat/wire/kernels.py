@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from offbeat.wire.base import is_finite
+from offbeat.wire.native import native_kernels
 
 if TYPE_CHECKING:
-    from offbeat.wire.base import Codec
+    from offbeat.wire.fused import FusedCodec
 
 __all__ = ["Kernels", "all_finite", "kernels_for"]
 
@@ -21,16 +22,16 @@ class Kernels(Protocol):
     def is_finite(self, x: Tensor) -> bool:
         """Whether no element is NaN or infinite."""
 
-    def encode(self, codec: Codec, x: Tensor, out: Tensor, residual: Tensor | None) -> bool:
+    def encode(self, codec: FusedCodec, x: Tensor, out: Tensor, residual: Tensor | None) -> bool:
         """Encode, and return whether ``x`` is finite."""
 
-    def decode(self, codec: Codec, data: Tensor, out: Tensor, add: bool) -> None:
+    def decode(self, codec: FusedCodec, data: Tensor, out: Tensor, add: bool) -> None:
         """Decode."""
 
 
 def kernels_for(device: torch.device) -> Kernels | None:
     """The kernels for tensors of this device, or None if there are none."""
-    return None
+    return native_kernels() if device.type == "cpu" else None
 
 
 def all_finite(x: Tensor) -> bool:

@@ -19,19 +19,18 @@ chunk takes 147 bytes, 0.29 bits per element.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat.wire.base import TINY, Codec, bf16_up, check_finite, not_finite
-from offbeat.wire.kernels import kernels_for
+from offbeat.wire.base import TINY, bf16_up
+from offbeat.wire.fused import FusedCodec
 
 __all__ = ["TopK"]
 
 CHUNK = 4096
-#: Chunks that plain torch takes at once.
-CHUNKS_AT_ONCE = 64
 _HEADER = 8
 
 
@@ -45,7 +44,7 @@ class _Layout(NamedTuple):
     bytes: int  # of the record: count (2), step as bfloat16 (2), smallest as float32 (4), then the bits
 
 
-class TopK(Codec):
+class TopK(FusedCodec):
     """Sends a fraction of the elements with a few bits each; see the module for the maths and the error.
 
     Args:
@@ -53,7 +52,7 @@ class TopK(Codec):
         bits: for the sign and the size of each: 2, 4 or 8.
     """
 
-    block = CHUNK
+    block, kernel = CHUNK, "topk"
 
     def __init__(self, fraction: float = 0.03, bits: int = 2) -> None:
         if not 0 < fraction <= 1:
@@ -81,40 +80,28 @@ class TopK(Codec):
         chunks, rest = divmod(numel, CHUNK)
         return chunks * self.layout(CHUNK).bytes + (self.layout(rest).bytes if rest else 0)
 
-    def encode(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """See :class:`Codec`."""
-        self._check(x, out, residual)
-        kernels = kernels_for(x.device)
-        if kernels is None or not hasattr(kernels, "encode_topk"):
-            check_finite(x, self)
-        elif not kernels.is_finite(x):
-            raise not_finite(x, self)
-        self.encode_finite(x, out, residual)
+    def kernel_arguments(self, numel: int) -> Sequence[int]:
+        """See :class:`FusedCodec`: the bits, and the layouts of a whole chunk and of the last."""
+        return (self.bits, *self.layout(CHUNK), *self.layout(numel % CHUNK or CHUNK))
 
-    def encode_finite(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """See :class:`Codec`."""
+    def _encode_in_torch(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         if residual is not None and residual.data_ptr() != x.data_ptr():
             residual.copy_(x)
-        for start, stop, layout in self._parts(x.numel()):
+        for start, stop in self._slices(x.numel()):
+            layout = self.layout(min(stop - start, CHUNK))
             records = out[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
-            rest = None if residual is None else residual[start:stop].view(-1, layout.width)
+            rest = None if residual is None else residual[start:stop]
             _encode_rows(x[start:stop].view(-1, layout.width), records, rest, layout, self.bits)
 
-    def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """See :class:`Codec`."""
-        self._check(out, data)
+    def _decode_in_torch(self, data: Tensor, out: Tensor, add: bool) -> None:
         if not add:
             out.zero_()
-        for start, stop, layout in self._parts(out.numel()):
+        for start, stop in self._slices(out.numel()):
+            layout = self.layout(min(stop - start, CHUNK))
             records = data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
             place, values = _decode_rows(records, layout, self.bits)
             part = out[start:stop]
             part[place] = part[place] + values if add else values
-
-    def _parts(self, numel: int) -> list[tuple[int, int, _Layout]]:
-        whole, size = numel - numel % CHUNK, CHUNK * CHUNKS_AT_ONCE
-        parts = [(start, min(start + size, whole), self.layout(CHUNK)) for start in range(0, whole, size)]
-        return parts if whole == numel else [*parts, (whole, numel, self.layout(numel - whole))]
 
 
 def _encode_rows(rows: Tensor, records: Tensor, residual: Tensor | None, layout: _Layout, bits: int) -> None:
@@ -136,8 +123,7 @@ def _encode_rows(rows: Tensor, records: Tensor, residual: Tensor | None, layout:
     records[:, 8:] = _pack(torch.cat([_to_bits(index, layout.low), unary, _to_bits(code, bits)], dim=1))
     if residual is not None:
         place = (index + torch.arange(len(rows), device=rows.device)[:, None] * layout.width)[is_sent]
-        flat = residual.view(-1)
-        flat[place] = flat[place] - _values(code, smallest, step)[is_sent]
+        residual[place] = residual[place] - _values(code, smallest, step)[is_sent]
 
 
 def _decode_rows(records: Tensor, layout: _Layout, bits: int) -> tuple[Tensor, Tensor]:
