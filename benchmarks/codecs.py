@@ -35,7 +35,11 @@ def best(function: Callable[[], object], device: torch.device, seconds: float = 
 
 
 def measure(codec: Codec, numel: int, device: torch.device) -> list[float]:
-    x, out, left = torch.randn(numel, device=device), torch.zeros(numel, device=device), torch.zeros(numel, device=device)
+    x, out, left = (
+        torch.randn(numel, device=device),
+        torch.zeros(numel, device=device),
+        torch.zeros(numel, device=device),
+    )
     data = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8, device=device)
     work = [
         lambda: codec.encode(x, data),
@@ -56,7 +60,9 @@ def main() -> None:
     for key, value in describe_machine("python -m benchmarks.codecs").items():
         print(f"{key}: {value}")
     x, y = torch.randn(options.numel, device=device), torch.zeros(options.numel, device=device)
-    print(f"\nns per element, {options.numel:,} elements; copy: {best(lambda: y.copy_(x), device) * 1e9 / len(x):.2f}\n")
+    print(
+        f"\nns per element, {options.numel:,} elements; copy: {best(lambda: y.copy_(x), device) * 1e9 / len(x):.2f}\n"
+    )
     print("| codec | bits | by | encode | with residual | decode | decode and add |")
     print("|---|---|---|---|---|---|---|")
     off, fused = ("OFFBEAT_NO_TRITON", "Triton") if device.type == "cuda" else ("OFFBEAT_NO_COMPILER", "C")

@@ -51,8 +51,7 @@ i64 offbeat_is_finite(const f32 *x, i64 n) {
 INLINE int encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int bits, int low, int high, int is_signed,
                             u32 cap) {
   f32 values[256];
-  u8 codes[256 + 8];
-  int up = 0;
+  int codes[256 + 8], up = 0;
   u32 down = 0; /* the largest negative value as unsigned bits; of the positive ones as signed bits */
   for (int j = 0; j < width; ++j) {
     values[j] = x[j];
@@ -74,18 +73,19 @@ INLINE int encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int
     f32 q = __builtin_rintf(values[j] * inverse);
     q = q < (f32)low ? (f32)low : q;
     q = q > (f32)high ? (f32)high : q;
-    codes[j] = (u8)((int)q - low);
+    codes[j] = (int)q - low;
   }
   if (residual)
-    for (int j = 0; j < width; ++j) residual[j] = values[j] - (f32)((int)codes[j] + low) * scale;
+    for (int j = 0; j < width; ++j) residual[j] = values[j] - (f32)(codes[j] + low) * scale;
   int per_byte = 8 / bits, stride = (width + per_byte - 1) / per_byte;
   for (int j = width; j < stride * per_byte; ++j) codes[j] = 0;
-  if (bits == 8) memcpy(out, codes, width);
+  if (bits == 8)
+    for (int j = 0; j < stride; ++j) out[j] = (u8)codes[j];
   if (bits == 4)
-    for (int j = 0; j < stride; ++j) out[j] = codes[j] | codes[j + stride] << 4;
+    for (int j = 0; j < stride; ++j) out[j] = (u8)(codes[j] | codes[j + stride] << 4);
   if (bits == 2)
     for (int j = 0; j < stride; ++j)
-      out[j] = codes[j] | codes[j + stride] << 2 | codes[j + 2 * stride] << 4 | codes[j + 3 * stride] << 6;
+      out[j] = (u8)(codes[j] | codes[j + stride] << 2 | codes[j + 2 * stride] << 4 | codes[j + 3 * stride] << 6);
   return 1;
 }
 

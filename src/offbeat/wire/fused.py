@@ -80,7 +80,8 @@ class FusedCodec(Codec):
             raise not_finite(x, self)
 
     def _kernels(self, x: Tensor) -> Kernels | None:
-        return kernels_for(x.device) if x.numel() else None
+        found = kernels_for(x.device) if x.numel() else None
+        return found if found is not None and self.kernel in found.names else None
 
     def _slices(self, numel: int) -> Iterator[tuple[int, int]]:
         """Where slices of whole blocks begin and end, and then the last, shorter block."""

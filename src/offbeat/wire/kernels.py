@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat.wire.base import is_finite
+from offbeat.wire.gpu import triton_kernels
 from offbeat.wire.native import native_kernels
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ __all__ = ["Kernels", "all_finite", "kernels_for"]
 
 class Kernels(Protocol):
     """Encodes and decodes in one pass over memory. Gives the same bytes as plain torch."""
+
+    #: The codecs that there are kernels for, by :attr:`FusedCodec.kernel`.
+    names: frozenset[str]
 
     def is_finite(self, x: Tensor) -> bool:
         """Whether no element is NaN or infinite."""
@@ -31,7 +35,8 @@ class Kernels(Protocol):
 
 def kernels_for(device: torch.device) -> Kernels | None:
     """The kernels for tensors of this device, or None if there are none."""
-    return native_kernels() if device.type == "cpu" else None
+    found = triton_kernels(device)
+    return native_kernels() if found is None and device.type == "cpu" else found
 
 
 def all_finite(x: Tensor) -> bool:

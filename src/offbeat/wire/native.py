@@ -25,6 +25,8 @@ class NativeKernels:
     the cores that training uses.
     """
 
+    names = frozenset(("bf16", "fp16", "int8", "int4", "int2", "topk"))
+
     def __init__(self) -> None:
         self._library = load(Path(__file__).with_name("codecs.c").read_text())
         self._is_finite = self._library.offbeat_is_finite
