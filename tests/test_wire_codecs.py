@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -114,6 +116,21 @@ def test_bits_per_element():
         "int2": 2.5,
     }
     assert TopK(0.03, bits=2).encoded_bytes(4096) == 147
+
+
+def test_the_table_in_the_documentation():
+    page = (Path(__file__).parents[1] / "docs" / "codecs.md").read_text()
+    rows = [line.split(" | ") for line in page.split("$m$ is the largest")[0].splitlines() if line.startswith("| `")]
+    x = torch.randn(1_000_000)
+    for row in rows:
+        name = row[0].strip("|` ")
+        codec = TopK(0.03, bits=2) if name.startswith("TopK") else make_codec(name.strip('"'))
+        lost = torch.empty_like(x)
+        data = encoded(codec, x, lost)
+        assert float(row[1]) == round(data.numel() * 8 / 1e6, 2)
+        assert int(row[2].replace(",", "")) == data.numel()
+        assert float(row[4].strip("% |")) == float(f"{100 * (lost.norm() / x.norm()).item():.2g}")
+    assert len(rows) == 6
 
 
 def representable(codec, numel):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.kernels import all_finite
+from offbeat.wire.scratch import Scratch
 
 __all__ = ["CodedMean", "Peers", "Work"]
 
@@ -58,6 +59,8 @@ class CodedMean:
     then raises :class:`NotFinite` with the numbers of these ranks, and none waits for another. The same holds if the
     sum overflows.
 
+    Buffers for messages are kept for the next reduction. One object may run several at the same time.
+
     Args:
         codec: for values and, with three or more ranks, for sums.
         return_sum_error: with three or more ranks, add what is lost in encoding a sum to the ``residual`` of the rank
@@ -67,6 +70,7 @@ class CodedMean:
 
     def __init__(self, codec: Codec, *, return_sum_error: bool = False) -> None:
         self.codec, self.return_sum_error = codec, return_sum_error
+        self._scratch = Scratch()
 
     def bytes_sent(self, numel: int, size: int) -> int:
         """The bytes one rank sends to others in :meth:`reduce`.
@@ -131,9 +135,10 @@ class CodedMean:
         elif peers.size > 1:
             yield from self._exchange(x, peers, False, None, out)
         elif weight:
-            data = _bytes(self.codec.encoded_bytes(x.numel()), x)
+            data = self._scratch.take(self.codec.encoded_bytes(x.numel()), x.device)
             self.codec.encode(x, data, residual)
             self.codec.decode(data, out)
+            self._scratch.give(data)
         else:
             out.zero_()
         return out
@@ -150,12 +155,13 @@ class CodedMean:
     def _pairwise(
         self, x: Tensor, peers: Peers, status: int, residual: Tensor | None, out: Tensor
     ) -> Generator[Work, None, None]:
-        mine = _bytes(HEADER + self.codec.encoded_bytes(x.numel()), x)
+        mine = self._scratch.take(HEADER + self.codec.encoded_bytes(x.numel()), x.device)
         self._write(mine, status, x, residual)
-        both = _bytes(2 * mine.numel(), x)
+        both = self._scratch.take(2 * mine.numel(), x.device)
         yield peers.all_gather(both, mine)
         messages = list(both.view(2, -1))
         self._sum(messages, out)
+        self._scratch.give(mine, both)
         if not all_finite(out):  # on both ranks alike
             raise NotFinite(_OVERFLOW.format("all"), (0, 1))
 
@@ -166,7 +172,7 @@ class CodedMean:
         length = self._message_bytes(x.numel(), size)
         parts = [slice(*self._bounds(x.numel(), owner, size)) for owner in range(size)]
         # What a rank sends to itself does not go through the transport.
-        sent, got, own = _bytes((size - 1) * length, x), _bytes((size - 1) * length, x), _bytes(length, x)
+        sent, got, own = (self._scratch.take(count * length, x.device) for count in (size - 1, size - 1, 1))
         for owner, message in enumerate(_with(own, rank, sent)):
             self._write(message, status, x[parts[owner]], None if residual is None else residual[parts[owner]])
         splits = [length if other != rank else 0 for other in range(size)]
@@ -176,7 +182,7 @@ class CodedMean:
 
         rest = total if residual is not None and self.return_sum_error else None
         self._write(own, _HERE if all_finite(total) else _BAD, total, rest)
-        everyone = _bytes(size * length, x)
+        everyone = self._scratch.take(size * length, x.device)
         yield peers.all_gather(everyone, own)
         sums = list(everyone.view(size, -1))
         if overflowed := _ranks_with(_BAD, sums):
@@ -185,6 +191,8 @@ class CodedMean:
             self.codec.decode(self._codes(message, out[parts[owner]]), out[parts[owner]])
         if rest is not None and residual is not None:
             residual[parts[rank]] += rest
+        # Only now: buffers of an exchange that failed may still be written to.
+        self._scratch.give(sent, got, own, everyone)
 
     def _write(self, message: Tensor, status: int, values: Tensor, residual: Tensor | None) -> None:
         """Make a message of values that are finite, unless the status says otherwise."""
@@ -222,10 +230,6 @@ class CodedMean:
 
 
 _OVERFLOW = "the sum over ranks of {} is beyond float32, and nothing was reduced; scale the values down first"
-
-
-def _bytes(count: int, like: Tensor) -> Tensor:
-    return torch.empty(count, dtype=torch.uint8, device=like.device)
 
 
 def _with(own: Tensor, rank: int, others: Tensor) -> list[Tensor]:
