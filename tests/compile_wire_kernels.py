@@ -10,18 +10,23 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
 from offbeat.wire import triton_kernels
-from offbeat.wire.codec import make_codec
-from offbeat.wire.gpu import launch
+from offbeat.wire.gpu import launch, topk_constants
 from tests.compile_kernels import outcome
+from tests.wire_cases import CODECS
 
 TARGET = GPUTarget("cuda", 90, 32)
 
 
 def compile_kernel(codec, encode, option):
-    name, constants, _ = launch(codec, encode, option)
+    if codec.kernel == "topk":
+        name = "encode_topk" if encode else "decode_topk"
+        constants = topk_constants(codec, codec.layout(codec.block), encode, option)
+    else:
+        name, constants, _ = launch(codec, encode, option)
     function = getattr(triton_kernels, name)
     code = "*i16" if codec.kernel in ("bf16", "fp16") else "*u8"
-    kinds = {"x": "*fp32", "residual": "*fp32", "flag": "*i32", "numel": "i32", "data": code}
+    kinds = {"x": "*fp32", "residual": "*fp32", "flag": "*i32", "numel": "i32", "data": code, "words": "*i32"}
+    kinds |= dict.fromkeys(("width", "k", "low", "unary", "word_count", "record_bytes"), "i32")
     kinds["out"] = code if encode else "*fp32"
     signature = {name: kinds.get(name, "constexpr") for name in function.arg_names}
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
@@ -29,7 +34,7 @@ def compile_kernel(codec, encode, option):
 
 
 if __name__ == "__main__":
-    for codec in map(make_codec, ("bf16", "fp16", "int8", "int4", "int2")):
+    for codec in CODECS:
         for encode in (True, False):
             result = outcome(lambda: compile_kernel(codec, encode, True))
             print(f"{codec.name} {'encode' if encode else 'decode'}: {result}", flush=True)

@@ -19,7 +19,10 @@ pytest.importorskip("triton")
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-FUSED = [codec for codec in CODECS if not codec.name.startswith("topk")]
+
+
+# Of values that are not finite, which are found out.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +45,10 @@ def everything(codec, x, start):
     return [data.cpu()[:-1], *(t.cpu().view(torch.int32) for t in (lost, got, total))]
 
 
-@pytest.mark.parametrize("codec", FUSED, ids=repr)
-@pytest.mark.parametrize("numel", [1, 31, 2600])
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("numel", [1, 31, 4200])
 def test_triton_and_plain_torch_agree_to_the_bit(codec, numel, monkeypatch):
-    for kind, power in [("normal", 0), ("coarse", 3), ("one-sided", 0), ("spread", -79.5), ("normal", 126)]:
+    for kind, power in [("coarse", 3), ("one-sided", 0), ("spread", -79.5), ("normal", 126)]:
         x = inputs(kind, numel, 7, power).nan_to_num(posinf=3e38, neginf=-3e38).to(DEVICE)
         start = inputs("coarse", numel, 8, 0).to(DEVICE)
         assert kernels_for(DEVICE).names >= {codec.kernel}
@@ -80,5 +83,5 @@ def test_kernels_compile_for_a_gpu_that_need_not_be_there():
     command = [sys.executable, "-m", "tests.compile_wire_kernels"]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=150)
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 * len(FUSED), done.stderr[-2000:]
+    assert len(lines) == 2 * len(CODECS), done.stderr[-2000:]
     assert [line for line in lines if not line.endswith(": ok")] == []

@@ -291,7 +291,7 @@ static f32 sent_value(u32 code, f32 smallest, f32 step) {
 
 static int encode_chunk(const f32 *x, u8 *out, f32 *residual, const struct layout *at, int bits) {
   u32 sizes[CHUNK], largest = 0, smallest = INFINITE;
-  int index[CHUNK], width = (int)at->width, k = (int)at->k, count = 0, taken = 0, over = 0;
+  int index[CHUNK], width = (int)at->width, k = (int)at->k, count = 0, over = 0;
   for (int j = 0; j < width; ++j) {
     sizes[j] = as_bits(x[j]) & 0x7fffffffu;
     largest = sizes[j] > largest ? sizes[j] : largest;
@@ -306,7 +306,6 @@ static int encode_chunk(const f32 *x, u8 *out, f32 *residual, const struct layou
     if (!any) continue;
     for (int j = first; j < last; ++j) {
       if (sizes[j] < least || (sizes[j] == least && room-- <= 0)) continue;
-      ++taken;
       if (sizes[j] < TINY) continue;
       index[count++] = j;
       smallest = sizes[j] < smallest ? sizes[j] : smallest;
@@ -339,6 +338,7 @@ static int encode_chunk(const f32 *x, u8 *out, f32 *residual, const struct layou
 
 static void decode_chunk(const u8 *data, f32 *out, int add, const struct layout *at, int bits) {
   int count = (int)load16(data), k = (int)at->k;
+  count = count < k ? count : k;
   f32 step = as_float(load16(data + 2) << 16), from;
   memcpy(&from, data + 4, 4);
   data += 8;

@@ -1,4 +1,4 @@
-"""The codecs as Triton kernels. The same bytes and bits as plain torch: see blocks.py and halves.py for the maths.
+"""The codecs as Triton kernels. blocks.py, halves.py and topk.py have the maths; bytes and bits are the same.
 
 They must be compiled without fused multiply-adds, or products would not be rounded before they are rounded to integers.
 """
@@ -8,7 +8,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decode_bf16", "decode_fp16", "decode_int", "encode_bf16", "encode_fp16", "encode_int"]
+__all__ = [
+    "decode_bf16",
+    "decode_fp16",
+    "decode_int",
+    "decode_topk",
+    "encode_bf16",
+    "encode_fp16",
+    "encode_int",
+    "encode_topk",
+]
 
 INFINITE = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(47 << 23)  # 2 ** -80
@@ -183,3 +192,127 @@ def decode_fp16(data, out, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: 
     if ADD:
         values = tl.load(out + at, mask=mask, other=0.0) + values
     tl.store(out + at, values, mask=mask)
+
+
+@triton.jit
+def _put(row, at, value, mask):
+    """Write bits, which are zero before, at a place counted in bits. At most 16 of them."""
+    shift = at & 31
+    spilt = tl.where(shift > 16, value >> ((32 - shift) & 31), 0)
+    tl.atomic_or(row + (at >> 5), value << shift, mask=mask & (value != 0))
+    tl.atomic_or(row + (at >> 5) + 1, spilt, mask=mask & (spilt != 0))
+
+
+@triton.jit
+def _get(row, at, count, mask):
+    """Read at most 16 bits."""
+    byte = row + (at >> 3)
+    value = tl.load(byte, mask=mask, other=0).to(tl.int32)
+    for i in tl.static_range(1, 3):
+        more = mask & ((at & 7) + count > 8 * i)
+        value = value | tl.load(byte + i, mask=more, other=0).to(tl.int32) << 8 * i
+    return (value >> (at & 7)) & ((1 << count) - 1)
+
+
+@triton.jit
+def _sent(code, smallest, step):
+    size = smallest + ((code >> 1).to(tl.float32) + 0.5) * step
+    size = tl.minimum(size, 3.4028234663852886e38)
+    return tl.where((code & 1) == 1, -size, size)
+
+
+@triton.jit
+def encode_topk(
+    x,
+    words,
+    residual,
+    flag,
+    width,
+    k,
+    low,
+    unary,
+    word_count,
+    CHUNK: tl.constexpr,
+    BITS: tl.constexpr,
+    K_LIMIT: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """One chunk. Writes its record as 32-bit words, of which the bits must be zero before."""
+    LEVELS: tl.constexpr = 1 << (BITS - 1)
+    chunk = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, CHUNK)
+    inside = j < width
+    values = tl.load(x + chunk * width + j, mask=inside, other=0.0)
+    bits = _bits(values)
+    size = tl.where(inside, bits & 0x7FFFFFFF, -1)
+    _note(flag, size)
+    least = 0
+    for i in range(31):
+        tried = least | (1 << (30 - i))
+        least = tl.where(tl.sum((size >= tried).to(tl.int32), 0) >= k, tried, least)
+    equal = size == least
+    room = k - tl.sum((size > least).to(tl.int32), 0)
+    chosen = (size > least) | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    sent = chosen & (size >= TINY)
+    count = tl.sum(sent.to(tl.int32), 0)
+    order = tl.cumsum(sent.to(tl.int32), 0) - 1
+    smallest_bits = tl.min(tl.where(sent, size, 0x7FFFFFFF), 0)
+    smallest_bits = tl.where(count == 0, 0, smallest_bits)
+    smallest, largest = _float(smallest_bits), _float(tl.max(tl.where(sent, size, 0), 0))
+    step_bits = (_bits((largest - smallest) * (1.0 / LEVELS)) + 0xFFFF) >> 16
+    step = _float(step_bits << 16)
+    inverse = tl.where(step_bits == 0, 0.0, tl.div_rn(1.0, tl.where(step_bits == 0, 1.0, step)))
+    level = tl.where(sent, (_float(size) - smallest) * inverse, 0.0).to(tl.int32)
+    code = tl.minimum(level, LEVELS - 1) << 1 | (bits < 0).to(tl.int32)
+    if RESIDUAL:
+        left = tl.where(sent, values - _sent(code, smallest, step), values)
+        tl.store(residual + chunk * width + j, left, mask=inside)
+    row = words + chunk * word_count
+    tl.store(row, count | step_bits << 16)
+    tl.store(row + 1, smallest_bits)
+    row += 2
+    first_code = k * low + unary
+    _put(row, order * low, j & ((1 << low) - 1), sent)
+    _put(row, k * low + (j >> low) + order, tl.full((CHUNK,), 1, tl.int32), sent)
+    _put(row, first_code + order * BITS, code, sent)
+    # Places without an element hold the last index.
+    empty = tl.arange(0, K_LIMIT)
+    is_empty = (empty >= count) & (empty < k)
+    last = tl.full((K_LIMIT,), 0, tl.int32) + (width - 1)
+    _put(row, empty * low, last & ((1 << low) - 1), is_empty)
+    _put(row, k * low + (last >> low) + empty, tl.full((K_LIMIT,), 1, tl.int32), is_empty)
+
+
+@triton.jit
+def decode_topk(
+    data,
+    out,
+    width,
+    k,
+    low,
+    unary,
+    record_bytes,
+    BITS: tl.constexpr,
+    UNARY_LIMIT: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    """One chunk. Without ``ADD``, ``out`` must be zero before."""
+    chunk = tl.program_id(0).to(tl.int64)
+    record = data + chunk * record_bytes
+    count = tl.load(record).to(tl.int32) | tl.load(record + 1).to(tl.int32) << 8
+    step_bits = tl.load(record + 2).to(tl.int32) | tl.load(record + 3).to(tl.int32) << 8
+    smallest_bits = tl.load(record + 4).to(tl.int32) | tl.load(record + 5).to(tl.int32) << 8
+    smallest_bits |= tl.load(record + 6).to(tl.int32) << 16 | tl.load(record + 7).to(tl.int32) << 24
+    record += 8
+    place = tl.arange(0, UNARY_LIMIT)
+    is_set = _get(record, k * low + place, 1, place < unary) == 1
+    order = tl.cumsum(is_set.to(tl.int32), 0) - 1
+    sent = is_set & (order < count)
+    j = (place - order) << low | _get(record, order * low, low, sent)
+    code = _get(record, k * low + unary + order * BITS, BITS, sent)
+    values = _sent(code, _float(smallest_bits), _float(step_bits << 16))
+    at = out + chunk * width + j
+    sent = sent & (j < width)
+    if ADD:
+        values = tl.load(at, mask=sent, other=0.0) + values
+    tl.store(at, values, mask=sent)
