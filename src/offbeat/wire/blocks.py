@@ -64,14 +64,14 @@ class IntCodec(RowCodec):
         records[:, 0] = scale_bits & 0xFF
         records[:, 1] = scale_bits >> 8
         records[:, 2:] = self._pack(codes, records.shape[1] - 2)
-        return self._values(codes, scale)
+        return self._decoded(codes, scale)
 
     def _decode_rows(self, records: Tensor, width: int) -> Tensor:
         scale_bits = records[:, 0].to(torch.int32) | records[:, 1].to(torch.int32) << 8
         scale = (scale_bits << 16).view(torch.float32)
         packed, mask = records[:, 2:], (1 << self.bits) - 1
         planes = [(packed >> shift) & mask for shift in range(0, 8, self.bits)]
-        return self._values(torch.cat(planes, dim=1)[:, :width], scale)
+        return self._decoded(torch.cat(planes, dim=1)[:, :width], scale)
 
     def _pack(self, codes: Tensor, stride: int) -> Tensor:
         per_byte = 8 // self.bits
@@ -82,7 +82,7 @@ class IntCodec(RowCodec):
             packed = packed | codes[:, plane * stride : (plane + 1) * stride] << plane * self.bits
         return packed
 
-    def _values(self, codes: Tensor, scale: Tensor) -> Tensor:
+    def _decoded(self, codes: Tensor, scale: Tensor) -> Tensor:
         # From the integer and not from the rounded float, which can be a negative zero.
         return codes.to(torch.float32).add_(self.low).mul_(scale[:, None])
 
