@@ -14,7 +14,7 @@ rounded half to even, and decoded as $q \cdot s$. With $m$ the largest absolute 
 
 In int4 and int2, $s$ has the sign of the element that is $m$ in absolute value (plus, if both signs reach it), so that
 this element is $h \cdot s$ and no code is wasted. An element of the other sign beyond $(l - 1/2) s$ is clamped; the
-larger bound is for those. The mean square error is smaller than with symmetric levels: on normal numbers by 23 % for
+larger bound is for those. The mean square error is smaller than with symmetric levels: on normal numbers by 22 % for
 int4 and by two thirds for int2. Zeros stay exactly zero.
 
 $s$ is rounded up to bfloat16. The product $q s$ then has at most 15 significant bits and is exact in float32, so that
