@@ -1,0 +1,178 @@
+"""Sums of encoded values over ranks: the same bits everywhere, and those of a plain simulation."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from offbeat.wire import CodedMean, ErrorFeedback, NotFinite, TopK, make_codec
+from tests.ranks import run_ranks
+from tests.wire_cases import CODECS, decoded, encoded, run_threads
+
+
+def through(codec, x):
+    return decoded(codec, encoded(codec, x), x.numel())
+
+
+def simulated(codec, values):
+    """What a reduction should give, by its definition."""
+    size, numel = len(values), values[0].numel()
+    if size == 1:
+        return through(codec, values[0])
+    part = numel if size == 2 else -(-numel // (size * codec.block)) * codec.block
+    total = []
+    for start in range(0, numel, max(1, part)):
+        parts = [through(codec, x[start : start + part]) for x in values]
+        one = parts[0].clone()
+        for other in parts[1:]:
+            one += other
+        total.append(one if size == 2 else through(codec, one))
+    return torch.cat(total) if total else torch.empty(0)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_equals_the_simulation_on_every_rank(codec, size):
+    for numel in (0, 1, 257, 20001):
+        values = [torch.randn(numel) * (rank + 1) for rank in range(size)]
+
+        def reduce(peers):
+            x = values[peers.rank]
+            lost = torch.full_like(x, float("nan"))
+            total = CodedMean(codec).reduce(x, peers, 1.0, lost)
+            assert peers.sent == CodedMean(codec).bytes_sent(numel, size)
+            again = x.clone()
+            assert torch.equal(CodedMean(codec).reduce(again, peers, out=again), total)
+            return total, lost
+
+        wanted = simulated(codec, values)
+        for rank, (total, lost) in enumerate(run_threads(size, reduce)):
+            assert torch.equal(total.view(torch.int32), wanted.view(torch.int32))
+            assert torch.equal(lost, values[rank] - through(codec, values[rank]))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("bad", [[0], [1], [0, 2], [3]])
+def test_not_finite_on_some_ranks_raises_on_all(size, bad):
+    bad = [rank for rank in bad if rank < size]
+    if not bad:
+        return
+
+    def reduce(peers):
+        x = torch.randn(500)
+        if peers.rank in bad:
+            x[417] = float("inf")
+        lost = torch.full_like(x, 5.0)
+        try:
+            CodedMean(make_codec("int4")).reduce(x, peers, residual=lost)
+        except NotFinite as error:
+            assert (lost == 5).all() or peers.rank not in bad
+            return error
+        return None
+
+    for error in run_threads(size, reduce):
+        assert isinstance(error, NotFinite)
+        if size > 1:
+            assert list(error.ranks) == bad
+            assert ", ".join(map(str, bad)) in str(error)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_sum_that_overflows_raises_on_all(size):
+    def reduce(peers):
+        x = torch.ones(1000)
+        x[600] = 3e38
+        return CodedMean(make_codec("bf16")).reduce(x, peers)
+
+    for error in run_threads(size, reduce):
+        assert isinstance(error, NotFinite)
+        assert "beyond float32" in str(error)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_weight_of_zero_leaves_a_rank_out(size):
+    codec, values = make_codec("int8"), [torch.randn(700) for _ in range(size)]
+
+    def reduce(peers):
+        x, lost = values[peers.rank].clone(), torch.full((700,), 5.0)
+        if peers.rank == size - 1:
+            x[3] = float("nan")
+            return CodedMean(codec).reduce(x, peers, 0.0, lost), lost
+        return CodedMean(codec).reduce(x, peers, 0.5, lost), lost
+
+    zeros = [through(codec, x) for x in values[:-1]]
+    wanted = sum(zeros[1:], zeros[0].clone()) if zeros else torch.zeros(700)
+    answers = run_threads(size, reduce)
+    for total, _ in answers:
+        if size < 3:
+            assert torch.equal(total, wanted)
+        else:
+            assert (total - wanted).abs().max() <= wanted.abs().max() / 126
+    assert (answers[-1][1] == 5).all()
+
+
+@pytest.mark.parametrize("codec", [make_codec("int4"), make_codec("int2"), TopK(0.1)], ids=repr)
+@pytest.mark.parametrize("size", [2, 3])
+def test_error_feedback_delivers_everything_over_ranks(codec, size):
+    """Also what is lost when sums are encoded."""
+    rounds, numel = 60, 9000
+    values = [[torch.randn(numel) + 0.2 for _ in range(rounds)] for _ in range(size)]
+
+    def train(peers):
+        feedback, mean = ErrorFeedback(), CodedMean(codec, return_sum_error=True)
+        arrived, residual, pending = torch.zeros(numel), None, torch.empty(numel)
+        for x in values[peers.rank]:
+            y = feedback.correct(x, residual, out=pending)
+            arrived += mean.reduce(y, peers, residual=y)
+            residual, pending = pending, torch.empty(numel) if residual is None else residual
+        return arrived, residual
+
+    answers = run_threads(size, train)
+    wanted = torch.stack([torch.stack(mine).sum(0) for mine in values]).sum(0)
+    arrived = answers[0][0]
+    assert torch.allclose(arrived + sum(residual for _, residual in answers), wanted, atol=1e-2)
+    naive = sum(simulated(codec, [mine[i] for mine in values]) for i in range(rounds))
+    assert (arrived - wanted).norm() < 0.5 * (naive - wanted).norm()
+
+
+def test_wrong_arguments():
+    def reduce(peers):
+        x, mean = torch.randn(10), CodedMean(make_codec("int8"))
+        for weight in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="weight="):
+                mean.reduce(x, peers, weight)
+        with pytest.raises(ValueError, match="the same tensor"):
+            mean.reduce(x, peers, residual=x, out=x)
+
+    assert run_threads(1, reduce) == [None]
+
+
+def over_gloo(rank, world):
+    from offbeat.wire.hooks import _GroupPeers
+
+    totals = []
+    if rank == 1:  # its bytes must be the same
+        os.environ["OFFBEAT_NO_COMPILER"] = "1"
+    for codec in CODECS:
+        torch.manual_seed(rank)
+        x = torch.randn(10001)
+        totals.append(CodedMean(codec).reduce(x, _GroupPeers(None)))
+        x[5] = float("nan") if rank == 1 else 1.0
+        with pytest.raises(NotFinite, match="rank 1 "):
+            CodedMean(codec).reduce(x, _GroupPeers(None))
+    return totals
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes(world):
+    answers = run_ranks(over_gloo, world)
+    values = []
+    for rank in range(world):
+        torch.manual_seed(rank)
+        values.append(torch.randn(10001))
+    for codec, *totals in zip(CODECS, *answers, strict=True):
+        for total in totals:
+            assert torch.equal(total, simulated(codec, values))
