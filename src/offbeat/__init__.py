@@ -9,7 +9,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 from offbeat._version import __version__
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
-from offbeat.optim import FunctionalOptimizer, PureOptimizer, RuleOptimizer, as_functional, as_pure, optimizers
+from offbeat.optim import LBFGS, FunctionalOptimizer, PureOptimizer, RuleOptimizer, as_functional, as_pure, optimizers
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
@@ -25,6 +25,7 @@ from offbeat.sync import (
 )
 
 __all__ = [
+    "LBFGS",
     "CaptureError",
     "Choice",
     "Disagreement",

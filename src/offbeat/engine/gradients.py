@@ -34,6 +34,9 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             f"got a gradient of type {type(g).__name__} for a parameter of type {type(p).__name__}; "
             "a DTensor parameter needs a DTensor gradient, and a plain parameter a plain one"
         )
+    rule.check_param(p)
+    if rule.dense and g.layout == torch.strided:
+        raise RuntimeError(f"{rule.name} {rule.dense}")
     if g.layout != torch.strided:
         meaning = rule.sparse(h) if g.layout == torch.sparse_coo else f"does not support gradients of layout {g.layout}"
         if meaning in ("rows", "dense") and h.fused:

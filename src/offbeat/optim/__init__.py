@@ -3,8 +3,9 @@
 from offbeat.optim import optimizers
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.functional import FunctionalOptimizer, as_functional
+from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.optim.pure import PureOptimizer, as_pure
 
-__all__ = ["FunctionalOptimizer", "PureOptimizer", "RuleOptimizer", "as_functional", "as_pure"]
+__all__ = ["LBFGS", "FunctionalOptimizer", "PureOptimizer", "RuleOptimizer", "as_functional", "as_pure"]
 __all__ += optimizers.__all__

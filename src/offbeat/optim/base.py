@@ -74,6 +74,12 @@ class RuleOptimizer(Optimizer):
             self.rule.validate(options)
             _check_flags(self.rule, options)
         super().add_param_group(param_group)
+        try:
+            for p in self.param_groups[-1]["params"]:
+                self.rule.check_param(p)
+        except BaseException:
+            self.param_groups.pop()
+            raise
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
@@ -178,7 +184,7 @@ class RuleOptimizer(Optimizer):
         )
 
     def _run(self, work: Sequence[Work], extras: Extras) -> None:
-        watched = bool(self.defaults["differentiable"])
+        watched = bool(self.defaults.get("differentiable"))
         self._engine.run(work, self._own_state(), extras, self.param_groups, differentiable=watched)
 
     def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
@@ -246,7 +252,7 @@ class RuleOptimizer(Optimizer):
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
-        result = packed(self)
+        result = packed(self, self._slots)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
             result = result if changed is None else changed

@@ -20,7 +20,7 @@ from offbeat.rules.rule import PRECISION, Slot, Values
 __all__ = ["loaded", "packed"]
 
 
-def packed(optimizer: Optimizer) -> dict[str, Any]:
+def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
     """The state dict before hooks: plain dictionaries, parameters by number."""
     number: dict[int, int] = {}
     groups = []
@@ -38,6 +38,12 @@ def packed(optimizer: Optimizer) -> dict[str, Any]:
         elif id(key) in number:
             # Scales belong to the blocks of one rank's shard: what others may load is numbers.
             state[number[id(key)]] = in_numbers(value) if is_dtensor(key) else dict(value)
+    for group in groups:
+        for slot in slots(group):
+            if slot.saved is not None:
+                for i in group["params"]:
+                    if slot.key in state.get(i, ()):
+                        state[i][slot.key] = slot.saved(state[i][slot.key])
     return {"state": state, "param_groups": groups}
 
 

@@ -17,6 +17,7 @@ from offbeat.rules.radam import RADAM
 from offbeat.rules.rmsprop import RMSPROP
 from offbeat.rules.rprop import RPROP
 from offbeat.rules.sgd import SGD as SGD_RULE
+from offbeat.rules.sparseadam import SPARSEADAM
 
 __all__ = [
     "ASGD",
@@ -31,6 +32,7 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SparseAdam",
 ]
 
 
@@ -73,3 +75,6 @@ class ASGD(RuleOptimizer, rule=ASGD_RULE): ...
 
 
 class Lion(RuleOptimizer, rule=LION): ...
+
+
+class SparseAdam(RuleOptimizer, rule=SPARSEADAM): ...

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.optim import RuleOptimizer
+from offbeat.optim import LBFGS, RuleOptimizer
 from offbeat.overlap.clipping import multiply
 
 __all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
@@ -185,6 +185,7 @@ class _OverlappedRule(OverlappedOptimizer):
             super().step_clipped(params, grads, clip)
 
 
+@register_overlapped(LBFGS)
 @register_overlapped(torch.optim.LBFGS)
 class _NoLBFGS:
     def __init__(self, optimizer: Optimizer) -> None:

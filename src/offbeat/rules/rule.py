@@ -60,6 +60,7 @@ class Slot:
         form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.codec`. ``scales`` are
             the scales that belong to an 8-bit entry.
         dtype: the dtype the entry is stored in; None stands for the parameter's.
+        saved: for a number that torch.optim keeps as a Python number, its type: state dicts hold it as such.
     """
 
     key: str
@@ -69,6 +70,7 @@ class Slot:
     positive: bool = False
     form: str = "plain"
     dtype: Any = None
+    saved: type | None = None
 
     def initial(self, h: Values) -> Any:
         """The initial value under the hyperparameters ``h``."""
@@ -84,7 +86,9 @@ class Surface:
         positional: those of ``flags`` that can also be given by position, in order.
         keyword_only: hyperparameters that cannot be given by position.
         fixed: group options that the user does not choose.
+        precision: whether the class takes the options of :data:`PRECISION` that its rule allows.
         eager_state: state is created with the optimizer, not at the first step.
+        example: a module and its input, for the example in the docstring.
         native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
     """
 
@@ -92,7 +96,9 @@ class Surface:
     positional: tuple[str, ...] = ()
     keyword_only: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    precision: bool = True
     eager_state: bool = False
+    example: tuple[str, str] = ("torch.nn.Linear(4, 2)", "torch.ones(3, 4)")
     native: Callable[..., None] | None = None
 
 
@@ -123,6 +129,8 @@ class Rule:
         check: checks hyperparameters against each other; raises ValueError.
         sparse: what a sparse gradient means: ``"rows"`` updates only the rows that it touches, ``"dense"`` converts it
             to a dense gradient, and any other text is the end of the error message "<name> ...".
+        dense: why a dense gradient raises, as the end of the message "<name> ..."; empty if it does not.
+        check_param: raises if a parameter is of a kind that the rule cannot update, whatever its gradient.
         first_step_differs: whether the first step differs from a later step that finds the state at its initial
             values. Only for rules without a ``step`` slot. State that is allocated early is then marked as not begun.
         compact: whether the state can be stored in bfloat16 or in 8 bits: it starts at zero and averages gradients or
@@ -140,6 +148,8 @@ class Rule:
     advance_first: bool = True
     check: Callable[[Values], None] = lambda h: None
     sparse: Callable[[Values], str] = lambda h: "does not support sparse gradients"
+    dense: str = ""
+    check_param: Callable[[Any], None] = lambda p: None
     first_step_differs: Callable[[Values], bool] = lambda h: False
     compact: bool = False
     surface: Surface = field(default_factory=Surface)
