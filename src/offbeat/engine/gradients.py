@@ -11,7 +11,7 @@ from offbeat.engine.tensors import is_dtensor, local
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["check_alike", "check_gradient", "local_gradient", "shard_like"]
+__all__ = ["check_alike", "check_gradient", "check_shape", "local_gradient", "shard_like"]
 
 
 def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
@@ -35,6 +35,8 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             "a DTensor parameter needs a DTensor gradient, and a plain parameter a plain one"
         )
     rule.check_param(p)
+    if rule.matrix is not None:
+        _check_whole(rule, p)
     if rule.dense and g.layout == torch.strided:
         raise RuntimeError(f"{rule.name} {rule.dense}")
     if g.layout != torch.strided:
@@ -45,11 +47,38 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             raise RuntimeError(f"{rule.name} {meaning}")
 
 
+def _check_whole(rule: Rule, p: Any) -> None:
+    """Raise unless this rank has whole matrices of ``p``, of real numbers."""
+    if p.is_complex():
+        raise RuntimeError(f"{rule.name} does not support complex parameters; pass torch.view_as_real(parameter)")
+    if not is_dtensor(p):
+        return
+    assert rule.matrix is not None
+    free = p.dim() - 2 if rule.matrix.cut else 0
+    for one in p.placements:
+        if one.is_replicate() or (type(one).__name__ == "Shard" and one.dim % p.dim() < free):
+            continue
+        raise RuntimeError(
+            f"{rule.name} needs whole matrices, but a parameter of shape {tuple(p.shape)} has the placements "
+            f"{tuple(p.placements)}, so that this rank has a part of each; leave this parameter unsharded, or use an "
+            "elementwise rule such as AdamW for it"
+        )
+
+
 def local_gradient(p: Tensor, g: Tensor) -> Tensor:
     """The part of ``g`` that belongs to this rank's shard of ``p``."""
     if is_dtensor(p) and g.placements != p.placements:  # type: ignore[attr-defined]
         g = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
     return local(g)
+
+
+def check_shape(key: str, value: Tensor, shape: tuple[int, ...] | None, p: Tensor) -> None:
+    """Raise unless a saved value has the shape that an entry for ``p`` has."""
+    if shape is None or value.shape != shape:
+        raise ValueError(
+            f"the loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(p.shape)}, which has it with shape {shape}; was it saved from another model?"
+        )
 
 
 def shard_like(key: str, value: Tensor, p: Tensor) -> Tensor:

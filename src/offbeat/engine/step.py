@@ -18,6 +18,7 @@ from offbeat.engine.batch import DeviceBatch
 from offbeat.engine.build import Part, build, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting, gradients_of
+from offbeat.engine.matrix import WHOLE
 from offbeat.engine.options import Options, OptionsCache
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
@@ -168,6 +169,8 @@ class Engine:
         ]
 
     def _would_choose(self, options: Options, p: Tensor, state: State) -> Choice:
+        if self._rule.matrix is not None:
+            return WHOLE
         like = _real(local(p).detach())
         entry = state.get(p) or {}
         tensors = [like, like]

@@ -1,7 +1,8 @@
 r"""L-BFGS: a quasi-Newton method that remembers the last steps and how the gradient changed over them.
 
 With :math:`s_i` the last steps, :math:`y_i` the changes of the gradient over them and
-:math:`\rho_i = 1 / y_i^\top s_i`, two loops over the history apply an approximation :math:`H` of the inverse Hessian to the gradient:
+:math:`\rho_i = 1 / y_i^\top s_i`, two loops over the history apply an approximation :math:`H` of the inverse Hessian
+to the gradient:
 
 .. math::
     q &\leftarrow -g; \qquad

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from offbeat.optim.base import RuleOptimizer
 from offbeat.rules.adadelta import ADADELTA
+from offbeat.rules.adafactor import ADAFACTOR
 from offbeat.rules.adagrad import ADAGRAD
 from offbeat.rules.adam import ADAM, ADAMW
 from offbeat.rules.adamax import ADAMAX
 from offbeat.rules.asgd import ASGD as ASGD_RULE
 from offbeat.rules.lion import LION
+from offbeat.rules.muon import MUON
 from offbeat.rules.nadam import NADAM
 from offbeat.rules.radam import RADAM
 from offbeat.rules.rmsprop import RMSPROP
@@ -23,11 +25,13 @@ __all__ = [
     "ASGD",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
     "Adamax",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",
@@ -78,3 +82,9 @@ class Lion(RuleOptimizer, rule=LION): ...
 
 
 class SparseAdam(RuleOptimizer, rule=SPARSEADAM): ...
+
+
+class Muon(RuleOptimizer, rule=MUON): ...
+
+
+class Adafactor(RuleOptimizer, rule=ADAFACTOR): ...
