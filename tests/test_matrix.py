@@ -1,7 +1,8 @@
 """Rules that need whole matrices: numbers against torch.optim's, stacks, layouts, checkpoints, errors.
 
 Tolerances: Adafactor in float64 within 1e-12. Muon's Newton-Schulz iteration runs in bfloat16, where the order of sums
-matters: an element of the update is within 2 % of the learning rate (``TOLERANCE``). With ``ns_dtype=torch.float64`` it is within 1e-10 of the polynomial of the singular values.
+matters: an element of the update is within 2 % of the learning rate (``TOLERANCE``). With
+``ns_dtype=torch.float64`` it is within 1e-10 of the polynomial of the singular values.
 """
 
 from __future__ import annotations

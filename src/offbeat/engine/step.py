@@ -76,6 +76,15 @@ class Engine:
             return None
         return part, options
 
+    def check(self, work: Sequence[Work], state: State) -> None:
+        """Raise if a gradient does not fit its parameter or the rule. Changes nothing."""
+        for group, params, grads in work:
+            if not is_traced() and (found := self._find(group, params, grads, state)) is not None:
+                found[0].release()
+            else:
+                given = [p.grad for p in params] if grads is None else grads
+                check_gradients(self._options.of(group), params, given)
+
     def _known(self, group: dict[str, Any], params: Sequence[Tensor]) -> Part | None:
         if params is group["params"]:
             return self._groups.get(id(group))

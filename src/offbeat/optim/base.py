@@ -152,6 +152,10 @@ class RuleOptimizer(Optimizer):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
         self._run(self._by_group(params, grads), self._extras(clip, False))
 
+    def check_gradients(self) -> None:
+        """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
+        self._engine.check([(group, group["params"], None) for group in self.param_groups], self._own_state())
+
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
 
