@@ -103,11 +103,12 @@ class LBFGS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises if there is a group already: L-BFGS updates all parameters together, with one set of options."""
-        if self.param_groups:
+        super().add_param_group(param_group)
+        if len(self.param_groups) > 1:
+            self.param_groups.pop()
             raise ValueError(
                 "LBFGS doesn't support per-parameter options (parameter groups); pass all parameters in one group"
             )
-        super().add_param_group(param_group)
 
     def init_state(self) -> None:
         """Does nothing: the history begins with the first step."""
