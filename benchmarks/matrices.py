@@ -86,7 +86,8 @@ def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str
     lines += [
         "- float32 parameters; hidden matrices of a GPT: layers x width; medians, arms taking turns",
         "",
-        f"| rule | matrices | torch.optim, wall ms ({second} ms) | offbeat, wall ms ({second} ms) | ratio of {second} ms |",
+        f"| rule | matrices | torch.optim, wall ms ({second} ms) | offbeat, wall ms ({second} ms) "
+        f"| ratio of {second} ms |",
         "|---|---|---|---|---|",
     ]
     for rule, by_set in results.items():

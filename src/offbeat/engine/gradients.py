@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.engine.exchange import cut_of
 from offbeat.engine.tensors import is_dtensor, local
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
@@ -54,13 +55,11 @@ def _check_whole(rule: Rule, p: Any) -> None:
     if not is_dtensor(p):
         return
     assert rule.matrix is not None
-    free = p.dim() - 2 if rule.matrix.cut else 0
-    for one in p.placements:
-        if one.is_replicate() or (type(one).__name__ == "Shard" and one.dim % p.dim() < free):
-            continue
+    cut = cut_of(p)
+    if cut is not None and not rule.matrix.cut:
         raise RuntimeError(
-            f"{rule.name} needs whole matrices, but a parameter of shape {tuple(p.shape)} has the placements "
-            f"{tuple(p.placements)}, so that this rank has a part of each; leave this parameter unsharded, or use an "
+            f"{rule.name} needs whole parameters, but one of shape {tuple(p.shape)} has the placements "
+            f"{tuple(p.placements)}, so that this rank has a part of it; leave this parameter unsharded, or use an "
             "elementwise rule such as AdamW for it"
         )
 

@@ -19,7 +19,7 @@ from offbeat.engine.build import Part, build, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting, gradients_of
 from offbeat.engine.matrix import WHOLE
-from offbeat.engine.options import Options, OptionsCache
+from offbeat.engine.options import Options, OptionsCache, Sharing
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
@@ -40,6 +40,11 @@ class Engine:
         self._options = OptionsCache(rule)
         self._groups: dict[int, Part] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
+
+    def share(self, sharing: Sharing | None) -> None:
+        """From now on, share the work of whole matrices with these ranks."""
+        self._options = OptionsCache(self._rule)
+        self._options.sharing = sharing
 
     def run(
         self,

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 
 from offbeat import _torch
 from offbeat.engine.choice import Choice, is_capturing
+from offbeat.engine.exchange import check_same_parameters
 from offbeat.engine.extras import NOTHING, Extras, Work
-from offbeat.engine.options import hyperparameters
+from offbeat.engine.options import Sharing, hyperparameters
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
@@ -35,6 +36,7 @@ class RuleOptimizer(Optimizer):
     rule: ClassVar[Rule]
     #: By parameter (its id), the group it was found in and its position there.
     _places: dict[int, tuple[int, int]]
+    _sharing: Sharing | None = None
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -155,6 +157,29 @@ class RuleOptimizer(Optimizer):
     def check_gradients(self) -> None:
         """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
         self._engine.check([(group, group["params"], None) for group in self.param_groups], self._own_state())
+
+    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
+        """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
+
+        Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the
+        others, while the next matrices are worked on. So the arithmetic of a rank falls as one over the number of
+        ranks. All ranks have the same numbers, and state stays on every rank. Parameters that FSDP2 cuts need no call:
+        their pieces go to owners and back by themselves.
+
+        Args:
+            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together.
+            exact: send results in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16,
+                which is what Muon computes in by default.
+        """
+        if self.rule.matrix is None or not self.rule.matrix.cut:
+            raise TypeError(
+                f"{type(self).__name__} has no matrices to share: it works element by element, or needs whole "
+                "parameters; leave share_matrices() out"
+            )
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
+        check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
+        self._sharing = Sharing(process_group, exact)
+        self._engine.share(self._sharing)
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
@@ -285,6 +310,7 @@ class RuleOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._engine, self._places = Engine(self.rule), {}
+        self._engine.share(self._sharing)
         self._own_state()
         for group in self.param_groups:
             for name in self._options():
