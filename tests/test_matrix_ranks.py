@@ -126,12 +126,15 @@ def test_fsdp2_in_bfloat16():
     assert all(torch.equal(runs[1][name], p) for name, p in runs[0].items())
 
 
-def train_ddp(rank: int, world: int, hyper: dict[str, Any], exact: bool, round_bytes: int) -> Any:
+def train_ddp(
+    rank: int, world: int, hyper: dict[str, Any], exact: bool, round_bytes: int, overlapped: bool = False
+) -> Any:
     exchange.ROUND_BYTES = round_bytes
     net = Net().double()
-    module = torch.nn.parallel.DistributedDataParallel(net)
+    module = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=1e-4)
     optimizer = chain(net, hyper)
     optimizer.optimizers[0].share_matrices(exact=exact)
+    handle = offbeat.overlap(optimizer, module) if overlapped else None
     seen: list[int] = []
     whole = muon_module.newton_schulz
 
@@ -144,14 +147,15 @@ def train_ddp(rank: int, world: int, hyper: dict[str, Any], exact: bool, round_b
         module(data(step, world)[rank]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2:  # the ranks go on sharing
+        if step == 2 and handle is None:  # the ranks go on sharing
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return {name: p.detach().clone() for name, p in net.named_parameters()}, sum(seen)
 
 
+@pytest.mark.parametrize("overlapped", [False, True], ids=["step", "overlap"])
 @pytest.mark.parametrize(("world", "round_bytes"), [(2, 64 << 20), (3, 400), (4, 1)])
-def test_ddp_ranks_share_the_work(world, round_bytes):
-    runs = run_ranks(train_ddp, world, EXACT, True, round_bytes)
+def test_ddp_ranks_share_the_work(world, round_bytes, overlapped):
+    runs = run_ranks(train_ddp, world, EXACT, True, round_bytes, overlapped)
     exact = reference(world, EXACT)
     for run, _ in runs:
         assert_near(run, exact, EXACT)
@@ -159,7 +163,8 @@ def test_ddp_ranks_share_the_work(world, round_bytes):
     # Together they have done the work once. One matrix, the experts, has almost half of it.
     costs = [7 * 6 * 6, 7 * 7 * 7, 7 * 3 * 3, 3 * 10 * 3, 2 * 10 * 4 * 4]
     assert sum(done for _, done in runs) == 5 * sum(costs)
-    assert max(done for _, done in runs) <= 5 * max(max(costs), sum(costs) * 0.6)
+    if not overlapped:  # where each bucket is shared by itself
+        assert max(done for _, done in runs) <= 5 * max(max(costs), sum(costs) * 0.6)
 
 
 @pytest.mark.parametrize("hyper", [ROUGH, {"lr": 0.05, "ns_dtype": torch.float32}], ids=str)
@@ -189,6 +194,10 @@ def break_things(rank: int, world: int) -> dict[str, Any]:
         p.grad = None if (rank, i) == (1, 0) else torch.ones(3, 4)
     found["missing"] = raised(optimizer.step)
     found["unchanged"] = all(torch.equal(p, torch.ones(3, 4)) for p in params)
+    for p in params:
+        p.grad = torch.full((3, 4), 1.0 + rank)
+    found["other gradients"] = raised(optimizer.step)
+    found["unchanged"] &= all(torch.equal(p, torch.ones(3, 4)) for p in params)
     other = offbeat.Muon([torch.ones(3 + rank, 4)])
     found["different"] = raised(other.share_matrices)
     found["elementwise"] = raised(offbeat.AdamW(params).share_matrices)
@@ -215,6 +224,7 @@ def test_bad_input_raises_on_every_rank_alike():
     for found in run_ranks(break_things, 2):
         assert "gradients for different matrices" in found["missing"]
         assert found["unchanged"]
+        assert "different gradients" in found["other gradients"]
         assert "different parameters" in found["different"]
         assert "no matrices to share" in found["elementwise"]
         assert "no matrices to share" in found["adafactor"]

@@ -20,7 +20,17 @@ from torch import Tensor
 
 from offbeat.engine.owners import assign, cost_of, rounds
 
-__all__ = ["Cut", "Job", "Steps", "check_agreement", "check_same_parameters", "cut_of", "run_copies", "run_shards"]
+__all__ = [
+    "Cut",
+    "Job",
+    "Steps",
+    "check_agreement",
+    "check_same_gradients",
+    "check_same_parameters",
+    "cut_of",
+    "run_copies",
+    "run_shards",
+]
 
 #: Bytes of the matrices that a rank works on in one round. A single matrix may need more.
 ROUND_BYTES = 64 << 20
@@ -111,9 +121,30 @@ def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None
         )
 
 
+def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same gradients to the bit.
+
+    One pass over the gradients: their bits are added up as whole numbers, in which the order does not matter.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
+    for g in gradients:
+        total += g.contiguous().view(_WORDS[g.element_size()]).sum(dtype=torch.int64)
+    if not _agree(total & (2**62 - 1), group):
+        raise RuntimeError(
+            "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
+            "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+        )
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _same(text: str, group: Any, device: torch.device) -> bool:
-    mark = zlib.crc32(text.encode())
-    pair = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
+    return _agree(torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device), group)
+
+
+def _agree(number: Tensor, group: Any) -> bool:
+    pair = torch.stack([number, -number])
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return bool(pair[0] == -pair[1])
 

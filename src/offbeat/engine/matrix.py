@@ -18,7 +18,16 @@ from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.elementwise import stages
-from offbeat.engine.exchange import Cut, Job, Steps, check_agreement, cut_of, run_copies, run_shards
+from offbeat.engine.exchange import (
+    Cut,
+    Job,
+    Steps,
+    check_agreement,
+    check_same_gradients,
+    cut_of,
+    run_copies,
+    run_shards,
+)
 from offbeat.engine.extras import Extras
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
@@ -110,6 +119,9 @@ class MatrixBatch(TensorBatch):
         if not self.distributed:
             assert options.sharing is not None
             check_agreement(jobs, options.sharing.group, steps.device)
+            check_same_gradients(
+                [g for job in jobs if (g := self._gradients[job.at]) is not None], options.sharing.group
+            )
             run_copies(jobs, steps, options.sharing.group)
             return alone
         by_group: dict[Any, list[Job]] = {}

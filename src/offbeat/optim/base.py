@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -167,7 +168,8 @@ class RuleOptimizer(Optimizer):
         their pieces go to owners and back by themselves.
 
         Args:
-            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together.
+            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together. If
+                their gradients differ, a step raises on all of them.
             exact: send results in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16,
                 which is what Muon computes in by default.
         """
@@ -178,7 +180,10 @@ class RuleOptimizer(Optimizer):
             )
         shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
         check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
-        self._sharing = Sharing(process_group, exact)
+        # Of its own: DDP may be using the other one at the same time, from another thread.
+        ranks = dist.get_process_group_ranks(process_group)
+        own = dist.new_group(ranks, use_local_synchronization=True)
+        self._sharing = Sharing(own, exact) if len(ranks) > 1 else None
         self._engine.share(self._sharing)
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
