@@ -114,7 +114,7 @@ class Part:
                 tuple(t.dtype for t in m.scalars),
                 m.on_device,
                 m.distributed,
-                m.keys,
+                made.rule.matrix is not None and m.keys,
                 made.splits(m) and m.first,
             )
             groups.setdefault(kind, []).append(m)
