@@ -74,6 +74,8 @@ class Batch:
         self._last: Options | None = None  # the options that the sets were worked out for
         self._count = 0  # gradients found by the last read
         self._set_up(options, one.dtypes)
+        if all(m.idle for m in members):
+            self._first = None  # it does not run in this step, and what it finds in the next counts
 
     def _scalar_columns(self, members: Sequence[Member]) -> list[ScalarColumn]:
         return [ScalarColumn([m.scalars[i] for m in members]) for i in range(len(members[0].scalars))]
