@@ -87,9 +87,11 @@ def _shapes(slot: Slot) -> list[str]:
 
 
 def _matrix_limits(rule: Rule) -> list[str]:
-    whole = "a matrix" if rule.matrix.cut else "a parameter"
+    cut = "- Works on whole parameters: DTensors that are cut over ranks raise."
+    if rule.matrix.cut:
+        cut = "- Works on whole matrices: how several ranks share them is [a page of its own](../matrices.md)."
     return [
-        f"- Works on whole matrices, so {whole} must not be cut over ranks: DTensors that are raise.",
+        cut,
         "- Complex parameters raise, as in torch.optim. No `differentiable` and no pure form.",
     ]
 
