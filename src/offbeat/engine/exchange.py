@@ -61,7 +61,7 @@ def cut_of(p: Any) -> Cut | None:
     Raises:
         RuntimeError: it is cut along several dimensions of its mesh, or in another way than evenly in order.
     """
-    cuts = [(i, one) for i, one in enumerate(p.placements) if not one.is_replicate()]
+    cuts = [(i, one) for i, one in enumerate(p.placements) if not one.is_replicate() and p.device_mesh.size(i) > 1]
     if not cuts:
         return None
     if len(cuts) > 1 or type(cuts[0][1]).__name__ != "Shard":

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_
@@ -257,9 +256,7 @@ def _laid_out(t: Any, p: Tensor) -> Tensor:
 def _cut(matrix: Matrix, p: Any) -> Cut | None:
     """How this parameter's matrices are cut; None if this rank has whole ones."""
     cut = cut_of(p)
-    if cut is None or (matrix.cut and cut.dim < p.dim() - 2) or dist.get_world_size(cut.group) == 1:
-        return None
-    return cut
+    return None if cut is None or (matrix.cut and cut.dim < p.dim() - 2) else cut
 
 
 def _stack_like(p: Tensor, n: int, dtype: torch.dtype) -> Tensor:
