@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from offbeat import _torch
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.lbfgs import LBFGS
+from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
 __all__ = ["Chain"]
 
@@ -58,7 +59,7 @@ class Chain(Optimizer):
         self.optimizers = optimizers
         self._groups: list[dict[str, Any]] = []
         self._places: dict[int, tuple[int, int, int]] = {}
-        self._view = _States(self)
+        self._view = MergedState(self)
         super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
 
     @property
@@ -98,7 +99,7 @@ class Chain(Optimizer):
                 groups = self.optimizers[which].param_groups
                 if group < len(groups) and at < len(groups[group]["params"]) and groups[group]["params"][at] is p:
                     return which
-            self._places = _places(self.optimizers)
+            self._places = places(self.optimizers)
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is in none of the {len(self.optimizers)} optimizers of this chain; "
             "add it with chain.optimizers[i].add_param_group"
@@ -188,7 +189,7 @@ class Chain(Optimizer):
             )
         params = group.get("params")
         group["params"] = params = [params] if isinstance(params, Tensor) else list(params or ())
-        taken = _places(self.optimizers)
+        taken = places(self.optimizers)
         for p in (p[1] if isinstance(p, tuple) else p for p in params):
             if id(p) in taken:
                 raise ValueError(
@@ -200,15 +201,7 @@ class Chain(Optimizer):
         """Everything needed to continue exactly, in torch.optim's format: parameters are numbered through."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
-        result: dict[str, Any] = {"state": {}, "param_groups": []}
-        start = 0
-        for one in self.optimizers:
-            mine = one.state_dict()
-            for group in mine["param_groups"]:
-                result["param_groups"].append({**group, "params": [start + i for i in group["params"]]})
-            for key, value in mine["state"].items():
-                result["state"][start + key if isinstance(key, int) else key] = value
-            start += sum(len(group["params"]) for group in one.param_groups)
+        result = merged_state_dict(self.optimizers)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
             result = result if changed is None else changed
@@ -221,7 +214,7 @@ class Chain(Optimizer):
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        parts = self._parts(state_dict)
+        parts = split_state_dict(state_dict, self.optimizers)
         before = [(one.state, one.param_groups) for one in self.optimizers]
         try:
             for one, part in zip(self.optimizers, parts, strict=True):
@@ -233,30 +226,6 @@ class Chain(Optimizer):
             raise
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
-
-    def _parts(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-        """The state dict of each optimizer, numbered from 0."""
-        groups = list(state_dict["param_groups"])
-        wanted = [len(one.param_groups) for one in self.optimizers]
-        if len(groups) != sum(wanted):
-            raise ValueError(
-                f"loaded state dict has a different number of parameter groups: {len(groups)}, but the optimizers of "
-                f"the chain have {' + '.join(map(str, wanted))}"
-            )
-        parts: list[dict[str, Any]] = []
-        for count in wanted:
-            mine, groups = groups[:count], groups[count:]
-            order = [i for group in mine for i in group["params"]]
-            number = {key: at for at, key in reversed(list(enumerate(order)))}
-            parts.append(
-                {
-                    "state": {number[k]: value for k, value in state_dict["state"].items() if k in number},
-                    "param_groups": [{**group, "params": [number[i] for i in group["params"]]} for group in mine],
-                }
-            )
-        known = {i for group in state_dict["param_groups"] for i in group["params"]}
-        parts[0]["state"].update({k: value for k, value in state_dict["state"].items() if k not in known})
-        return parts
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
@@ -270,55 +239,6 @@ class Chain(Optimizer):
     def __repr__(self) -> str:
         lines = "\n".join(repr(one) for one in self.optimizers)
         return "Chain (\n" + "".join(f"    {line}\n" for line in lines.splitlines()) + ")"
-
-
-class _States(MutableMapping[Any, Any]):
-    """``chain.state``: the state of all optimizers, live."""
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-
-    def _home(self, key: Any) -> Any:
-        """The state that has the key, or that of the parameter's owner."""
-        for one in self._chain.optimizers:
-            if key in one.state:
-                return one.state
-        return self._chain.owner(key).state if isinstance(key, Tensor) else self._chain.optimizers[0].state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._home(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._home(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._home(key)[key]
-
-    def __contains__(self, key: object) -> bool:
-        return any(key in one.state for one in self._chain.optimizers)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's: nothing is created."""
-        return self._home(key)[key] if key in self else default
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for one in self._chain.optimizers for key in list(one.state))
-
-    def __len__(self) -> int:
-        return sum(len(one.state) for one in self._chain.optimizers)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
-
-def _places(optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int, int]]:
-    """By parameter (its id), the positions of its optimizer, of its group there, and of itself in the group."""
-    return {
-        id(p): (which, number, at)
-        for which, one in enumerate(optimizers)
-        for number, group in enumerate(one.param_groups)
-        for at, p in enumerate(group["params"])
-    }
 
 
 def _check(optimizers: tuple[Any, ...]) -> None:
