@@ -6,8 +6,8 @@ import inspect
 import sys
 from pathlib import Path
 
-from offbeat.optim import optimizers
-from offbeat.rules.rule import FLAGS, Rule, Values
+from offbeat.optim import LBFGS, optimizers
+from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
 RULES = [getattr(optimizers, name).rule for name in optimizers.__all__]
 FOLDER = Path(__file__).parent / "rules"
@@ -34,7 +34,7 @@ def formula_to_markdown(doc: str) -> str:
         before, after = text.split(":math:`", 1)
         formula, rest = after.split("`", 1)
         text = f"{before}${formula}${rest}"
-    return text.replace(":meth:`", "`")
+    return text.replace(":meth:`", "`").replace(":class:`", "`")
 
 
 def page(rule: Rule) -> str:
@@ -58,8 +58,14 @@ def page(rule: Rule) -> str:
     lines += ["", "## State", "", "| key | what it holds |", "|---|---|"]
     for key, slot in state.items():
         kind = "a number (0-d tensor)" if slot.scalar else "a tensor like the parameter"
+        if slot.shape is not None:
+            kind = "; ".join(_shapes(slot))
         lines.append(f"| `{key}` | {kind}{'' if key in always else ', only with the option that needs it'} |")
     lines += ["", "## Limitations", ""]
+    if rule.matrix is not None:
+        lines += _matrix_limits(rule)
+    if rule.dense:
+        return "\n".join([*lines, "- Dense gradients raise, as in torch.optim; use Adam for them."]) + "\n"
     meaning = rule.sparse(Values(**options))
     momentum = any(h.name == "momentum" for h in rule.hyper)
     rows = "- Sparse gradients update the rows they touch, without weight decay"
@@ -70,9 +76,55 @@ def page(rule: Rule) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shapes(slot: Slot) -> list[str]:
+    """The shapes of an entry, for parameters of one to three dimensions."""
+    found = []
+    for shape, word in (((5,), "vector of 5"), ((5, 7), "matrix of 5 × 7"), ((3, 5, 7), "stack of 3 × 5 × 7")):
+        entry = slot.shape_for(shape)
+        if entry is not None:
+            found.append(f"{' × '.join(map(str, entry))} for a {word}")
+    return found
+
+
+def _matrix_limits(rule: Rule) -> list[str]:
+    cut = "- Works on whole parameters: DTensors that are cut over ranks raise."
+    if rule.matrix.cut:
+        cut = "- Works on whole matrices: how several ranks share them is [a page of its own](../matrices.md)."
+    return [
+        cut,
+        "- Complex parameters raise, as in torch.optim. No `differentiable` and no pure form.",
+    ]
+
+
+def _plain_signature(cls: type) -> str:
+    """Without annotations, and as ruff formats a long one."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(cls).parameters.values()]
+    return "(\n" + "".join(f"    {p},\n" for p in parameters) + ")"
+
+
+def page_of_class(cls: type) -> str:
+    """The page of an optimizer that is not made from a rule, from its docstrings."""
+    module = sys.modules[cls.__module__]
+    title, _, body = formula_to_markdown(module.__doc__ or "").partition("\n")
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    text, _, rest = doc.partition("Args:\n")
+    arguments, _, rest = rest.partition("Example:\n")
+    example, _, limits = rest.partition("Limits: ")
+    lines = [f"# {cls.__name__}", "", title, body, "", "```python", f"offbeat.{cls.__name__}{_plain_signature(cls)}"]
+    lines += ["```", "", formula_to_markdown(text).strip(), "", "| argument | meaning |", "|---|---|"]
+    for entry in inspect.cleandoc("\n" + arguments).split("\n"):
+        name, _, meaning = entry.partition(": ")
+        lines.append(f"| `{name}` | {formula_to_markdown(meaning).removesuffix('.')} |")
+    lines += ["", "```python", inspect.cleandoc("\n" + example).strip(), "```", "", "## Limitations", ""]
+    sentences = [one.strip().removesuffix(".") for one in " ".join(limits.split()).split(". ")]
+    lines += [f"- {one[0].upper()}{one[1:]}." for one in sentences]
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[str, str]:
     """File names and texts."""
-    return {f"{rule.name.lower()}.md": page(rule) for rule in RULES}
+    found = {f"{rule.name.lower()}.md": page(rule) for rule in RULES}
+    return found | {"lbfgs.md": page_of_class(LBFGS)}
 
 
 if __name__ == "__main__":

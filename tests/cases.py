@@ -13,7 +13,7 @@ import torch
 import offbeat
 from tests.lion_reference import ReferenceLion
 
-__all__ = ["CASES", "ONE_A_RULE", "SHAPES", "TIERS", "Case", "make_params", "set_gradients"]
+__all__ = ["CASES", "MATRIX_CASES", "ONE_A_RULE", "SHAPES", "TIERS", "Case", "make_params", "set_gradients"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Case:
 
     def reference(self, params: Any) -> Any:
         options = dict(self.hyper)
-        if self.theirs is not ReferenceLion:
+        if self.theirs not in (ReferenceLion, torch.optim.Muon):
             options["foreach"] = False
         return self.theirs(params, **options)
 
@@ -91,6 +91,16 @@ _TABLE: dict[str, list[dict[str, Any]]] = {
 
 CASES = [Case(name, hyper) for name, rows in _TABLE.items() for hyper in rows]
 ONE_A_RULE = [Case(name, rows[-1]) for name, rows in _TABLE.items()]
+
+#: Rules that work on whole matrices. They have one tier.
+MATRIX_CASES = [
+    Case("Muon", {"lr": 0.02}),
+    Case("Muon", {"lr": 0.02, "nesterov": False, "adjust_lr_fn": "match_rms_adamw", "momentum": 0.8}),
+    Case("Muon", {"lr": 0.02, "weight_decay": 0.0, "ns_steps": 3, "ns_coefficients": (1.5, -0.5, 0.0), "eps": 1e-5}),
+    Case("Adafactor", {}),
+    Case("Adafactor", {"lr": 0.05, "weight_decay": 0.1, "maximize": True}),
+    Case("Adafactor", {"beta2_decay": -1.0, "d": 1.5, "eps": (1e-5, 1e-2)}),
+]
 
 #: How to ask for each tier.
 TIERS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,20 @@ __all__ = ["CELLS", "OPTIMIZERS", "Cell", "train"]
 STEPS = 21
 LIMIT = 0.05
 
+
+def chain(params: Any) -> offbeat.Chain:
+    """Muon for matrices, AdamW for the rest."""
+    given = [g if isinstance(g, dict) else {"params": [g]} for g in params]
+    split = [
+        [{**g, "params": mine} for g in given if (mine := [p for p in g["params"] if (p.dim() == 2) is matrix])]
+        for matrix in (True, False)
+    ]
+    made = [offbeat.Muon(split[0], lr=0.01, ns_dtype=torch.float32)] if split[0] else []
+    return offbeat.Chain([*made, offbeat.AdamW(split[1], lr=0.01)] if split[1] else made)
+
+
 OPTIMIZERS: dict[str, Any] = {
+    "offbeat.Chain": chain,
     "offbeat.AdamW": lambda params: offbeat.AdamW(params, lr=0.01, weight_decay=0.1),
     "torch.AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "torch.SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False),

@@ -141,3 +141,19 @@ def test_a_dampened_first_step_that_was_skipped_is_still_the_first():
     del optimizer.found_inf
     optimizer.step()
     assert torch.equal(p, torch.full((3,), 0.9))
+
+
+def test_a_batch_without_gradients_that_was_built_beside_another_runs_when_its_gradients_come():
+    ours = [torch.ones(4), torch.ones(4, dtype=torch.bfloat16)]
+    theirs = [p.clone() for p in ours]
+    a, b = offbeat.SGD(ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
+    for step, which in enumerate([(0, 1), (0,), (1,), (1,), (0, 1)]):
+        for params in (ours, theirs):
+            for i, p in enumerate(params):
+                p.grad = torch.ones_like(p) if i in which else None
+        if step == 1:  # its tables are built anew, and with them those of the other
+            a.state[ours[0]]["momentum_buffer"] = a.state[ours[0]]["momentum_buffer"].clone()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)

@@ -9,7 +9,18 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 from offbeat._version import __version__
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
-from offbeat.optim import FunctionalOptimizer, PureOptimizer, RuleOptimizer, as_functional, as_pure, optimizers
+from offbeat.optim import (
+    LBFGS,
+    Chain,
+    FunctionalOptimizer,
+    PureOptimizer,
+    RuleOptimizer,
+    Split,
+    as_functional,
+    as_pure,
+    optimizers,
+    split_parameters,
+)
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
@@ -25,7 +36,9 @@ from offbeat.sync import (
 )
 
 __all__ = [
+    "LBFGS",
     "CaptureError",
+    "Chain",
     "Choice",
     "Disagreement",
     "FunctionalOptimizer",
@@ -41,6 +54,7 @@ __all__ = [
     "Rule",
     "RuleOptimizer",
     "Slot",
+    "Split",
     "__version__",
     "as_functional",
     "as_pure",
@@ -48,5 +62,6 @@ __all__ = [
     "post_localSGD_hook",
     "post_local_sgd_hook",
     "register_overlapped",
+    "split_parameters",
 ]
 __all__ += optimizers.__all__

@@ -50,8 +50,11 @@ class Background:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="offbeat-ddp")
         thread, finished, threads = self._thread, Future[Any](), torch.get_num_threads()
 
-        def run(result: Tensor) -> None:
+        def run() -> None:
+            result = buffer
             try:
+                # In the order of the buckets, which is the same on all ranks: the work may be collective.
+                result = _flat(reduced.wait())
                 if torch.get_num_threads() != threads:  # the order of sums depends on it
                     torch.set_num_threads(threads)
                 result = work(result)
@@ -59,14 +62,7 @@ class Background:
                 failed(error)
             finished.set_result(result)
 
-        def when_reduced(done: Future[Any]) -> None:
-            try:
-                thread.submit(run, _flat(done.value()))
-            except BaseException as error:
-                failed(error)
-                finished.set_result(buffer)
-
-        reduced.add_done_callback(when_reduced)
+        thread.submit(run)
         return finished
 
     def _on_stream(self, reduced: Future[Any], buffer: Tensor, work: Any, failed: Any) -> Future[Any]:

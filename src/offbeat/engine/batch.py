@@ -40,7 +40,7 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, local, same_layout
 from offbeat.rules.ops import where
 
-__all__ = ["Batch", "DeviceBatch", "make_batch"]
+__all__ = ["Batch", "DeviceBatch", "TensorBatch", "make_batch"]
 
 
 class Batch:
@@ -74,6 +74,8 @@ class Batch:
         self._last: Options | None = None  # the options that the sets were worked out for
         self._count = 0  # gradients found by the last read
         self._set_up(options, one.dtypes)
+        if all(m.idle for m in members):
+            self._first = None  # it does not run in this step, and what it finds in the next counts
 
     def _scalar_columns(self, members: Sequence[Member]) -> list[ScalarColumn]:
         return [ScalarColumn([m.scalars[i] for m in members]) for i in range(len(members[0].scalars))]
@@ -252,7 +254,7 @@ class DeviceBatch(Batch):
             run.table.prepare_captures()
 
 
-class _TensorBatch(Batch):
+class TensorBatch(Batch):
     """A batch whose tier takes lists of tensors."""
 
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
@@ -273,7 +275,7 @@ class _TensorBatch(Batch):
             increment_version([self.params[i] for i in active])
 
 
-class ForeachBatch(_TensorBatch):
+class ForeachBatch(TensorBatch):
     """torch's multi-tensor operators, one for each instruction of the program."""
 
     @torch.no_grad()
@@ -292,7 +294,7 @@ class ForeachBatch(_TensorBatch):
         self._finish()
 
 
-class NativeBatch(_TensorBatch):
+class NativeBatch(TensorBatch):
     """One call of torch's own fused operator. Counters stay where they are: the host asks for no number."""
 
     def prepare(self, options: Options) -> bool:
@@ -316,7 +318,7 @@ class NativeBatch(_TensorBatch):
         self._finish()
 
 
-class LoopBatch(_TensorBatch):
+class LoopBatch(TensorBatch):
     """The rule's own function, for one parameter after the other. Built anew for every step."""
 
     def __init__(self, options: Options, members: Sequence[Member], *, symbolic: bool) -> None:

@@ -19,6 +19,7 @@ from offbeat.engine.cuda.kernel import can_compile
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.extras import Extras
 from offbeat.engine.gradients import check_gradient
+from offbeat.engine.matrix import WHOLE, MatrixBatch
 from offbeat.engine.member import Member, align, make_member
 from offbeat.engine.options import Options
 from offbeat.engine.precision import converted, is_stored_otherwise
@@ -113,11 +114,13 @@ class Part:
                 tuple(t.dtype for t in m.scalars),
                 m.on_device,
                 m.distributed,
+                made.rule.matrix is not None and m.keys,
                 made.splits(m) and m.first,
             )
             groups.setdefault(kind, []).append(m)
         for some in groups.values():
-            batch = make_batch(made.options, some, symbolic=made.symbolic)
+            make: Any = make_batch if made.rule.matrix is None else MatrixBatch
+            batch = make(made.options, some, symbolic=made.symbolic)
             self.batches.append((batch, [position[id(m.param)] for m in some]))
         split = len({key[:-1] for key in groups}) < len(groups)  # by who is at its first step, so for this step only
         self.keeps = bool(groups) and not split and all(batch.keeps for batch, _ in self.batches)
@@ -174,7 +177,9 @@ class Build:
         member = make_member(self, p, g, entry, first)
         if not all(map(has_values, member.columns)) or is_traced():
             self.symbolic = True
-        if member.rows is None:
+        if self.rule.matrix is not None:
+            member.choice = WHOLE
+        elif member.rows is None:
             member.choice = choose(self.rule, self.h, self.program, member.columns, self.form)
             if member.choice.tier in ("fused", "native"):
                 align(self, member)
@@ -245,7 +250,13 @@ def build(
         first = id(p) in newborn or (made.marks and all(is_unbegun(local(entry[key])) for key in options.tensor_keys))
         made.add(p, g, entry, first)
     part = Part(options, params, state, made)
-    if before is not None and before.keeps and before.state is state and before.options.kind == options.kind:
+    if (
+        options.rule.matrix is None
+        and before is not None
+        and before.keeps
+        and before.state is state
+        and before.options.kind == options.kind
+    ):
         made.take_over(before, params)
         try:
             return _arranged(part, made)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.engine.exchange import cut_of
 from offbeat.engine.tensors import is_dtensor, local
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["check_alike", "check_gradient", "local_gradient", "shard_like"]
+__all__ = ["check_alike", "check_gradient", "check_shape", "local_gradient", "shard_like"]
 
 
 def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
@@ -34,6 +35,11 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             f"got a gradient of type {type(g).__name__} for a parameter of type {type(p).__name__}; "
             "a DTensor parameter needs a DTensor gradient, and a plain parameter a plain one"
         )
+    rule.check_param(p)
+    if rule.matrix is not None:
+        _check_whole(rule, p)
+    if rule.dense and g.layout == torch.strided:
+        raise RuntimeError(f"{rule.name} {rule.dense}")
     if g.layout != torch.strided:
         meaning = rule.sparse(h) if g.layout == torch.sparse_coo else f"does not support gradients of layout {g.layout}"
         if meaning in ("rows", "dense") and h.fused:
@@ -42,11 +48,36 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
             raise RuntimeError(f"{rule.name} {meaning}")
 
 
+def _check_whole(rule: Rule, p: Any) -> None:
+    """Raise unless this rank has whole matrices of ``p``, of real numbers."""
+    if p.is_complex():
+        raise RuntimeError(f"{rule.name} does not support complex parameters; pass torch.view_as_real(parameter)")
+    if not is_dtensor(p):
+        return
+    assert rule.matrix is not None
+    cut = cut_of(p)
+    if cut is not None and not rule.matrix.cut:
+        raise RuntimeError(
+            f"{rule.name} needs whole parameters, but one of shape {tuple(p.shape)} has the placements "
+            f"{tuple(p.placements)}, so that this rank has a part of it; leave this parameter unsharded, or use an "
+            "elementwise rule such as AdamW for it"
+        )
+
+
 def local_gradient(p: Tensor, g: Tensor) -> Tensor:
     """The part of ``g`` that belongs to this rank's shard of ``p``."""
     if is_dtensor(p) and g.placements != p.placements:  # type: ignore[attr-defined]
         g = g.redistribute(placements=p.placements)  # type: ignore[attr-defined]
     return local(g)
+
+
+def check_shape(key: str, value: Tensor, shape: tuple[int, ...] | None, p: Tensor) -> None:
+    """Raise unless a saved value has the shape that an entry for ``p`` has."""
+    if shape is None or value.shape != shape:
+        raise ValueError(
+            f"the loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(p.shape)}, which has it with shape {shape}; was it saved from another model?"
+        )
 
 
 def shard_like(key: str, value: Tensor, p: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ from offbeat.engine.cuda.source import scaled_columns
 from offbeat.engine.gradients import local_gradient
 from offbeat.engine.precision import check_compact, is_compact
 from offbeat.engine.tensors import distributed_like, is_dtensor, is_plain, local, match_layout
+from offbeat.rules.rule import Slot
 
 if TYPE_CHECKING:
     from offbeat.engine.build import Build
 
-__all__ = ["Member", "align", "make_member"]
+__all__ = ["Member", "align", "kept_keys", "make_member"]
 
 _SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
 
@@ -40,6 +42,7 @@ class Member:
         own_gradient: the gradient's column is the user's tensor, not a copy of it.
         on_device: its coefficients are computed on the device.
         idle: it has no gradient this time.
+        keys: the names of the state tensors among the columns.
     """
 
     param: Tensor
@@ -53,6 +56,7 @@ class Member:
     own_gradient: bool = True
     on_device: bool = False
     idle: bool = False
+    keys: tuple[str, ...] = ()
 
     @property
     def distributed(self) -> bool:
@@ -75,10 +79,11 @@ def make_member(build: Build, p: Tensor, g: Tensor, entry: dict[str, Any], first
     if is_compact(h):
         check_compact(h, p, sparse=g.layout != torch.strided)
     gradient = local_gradient(p, g) if distributed else g
-    columns = [p, gradient, *(_dense(build, p, key, entry[key]) for key in build.tensor_keys)]
+    keys = build.tensor_keys if build.rule.matrix is None else kept_keys(build.options.slots, p)
+    columns = [p, gradient, *(_dense(build, p, key, entry[key]) for key in keys)]
     if distributed:
         columns = [gradient if t is gradient else local(t) for t in columns]
-    _check_columns(build, columns, scalars)
+    _check_columns(build, keys, columns, scalars)
     rows = None
     if gradient.layout != torch.strided:
         if build.rule.sparse(h) == "dense":
@@ -96,7 +101,12 @@ def make_member(build: Build, p: Tensor, g: Tensor, entry: dict[str, Any], first
     simple = columns[0] is own[0] and own_gradient
     scales = [entry[key] for key in build.scale_keys]
     _check_scales(build, own[0], scales)
-    return Member(p, columns, scalars, scales, first, simple, rows, own_gradient=own_gradient)
+    return Member(p, columns, scalars, scales, first, simple, rows, own_gradient=own_gradient, keys=keys)
+
+
+def kept_keys(slots: Sequence[Slot], p: Tensor) -> tuple[str, ...]:
+    """The state tensors that this parameter has."""
+    return tuple(slot.key for slot in slots if not slot.scalar and slot.shape_for(p.shape) is not None)
 
 
 def _check_differentiable(p: Tensor, step: Tensor | None) -> None:
@@ -117,12 +127,13 @@ def _dense(build: Build, p: Tensor, key: str, t: Tensor) -> Tensor:
     return t
 
 
-def _check_columns(build: Build, columns: list[Tensor], scalars: list[Tensor]) -> None:
+def _check_columns(build: Build, keys: Sequence[str], columns: list[Tensor], scalars: list[Tensor]) -> None:
     """Raise unless the state fits the parameter as it is now, and the parameter can be written to."""
     p = columns[0]
     shape, device = p.shape, p.device
-    for key, t in zip(build.tensor_keys, columns[2:], strict=True):
-        if t.shape != shape or t.device != device:
+    odd = {slot.key: slot.shape_for(shape) for slot in build.options.slots if slot.shape is not None}
+    for key, t in zip(keys, columns[2:], strict=True):
+        if t.shape != odd.get(key, shape) or t.device != device:
             raise RuntimeError(
                 f"state {key!r} has shape {tuple(t.shape)} on {t.device}, but its parameter now has shape "
                 f"{tuple(shape)} on {device}; move or remove optimizer.state[p] along with the parameter"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from numbers import Number
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
@@ -14,7 +14,19 @@ from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
-__all__ = ["Options", "OptionsCache", "has_tensors", "hyperparameters"]
+__all__ = ["Options", "OptionsCache", "Sharing", "has_tensors", "hyperparameters"]
+
+
+class Sharing(NamedTuple):
+    """The ranks that share the work of whole matrices, each of which has all parameters and the same gradients.
+
+    Attributes:
+        group: the process group.
+        exact: whether results are sent in the dtype in which they were computed, even if it is wider than bfloat16.
+    """
+
+    group: Any
+    exact: bool
 
 
 class Options:
@@ -25,11 +37,13 @@ class Options:
         slots: the state that is stored for a parameter.
         structure: the booleans that choose between variants of the maths.
         has_tensors: whether a hyperparameter is a tensor.
+        sharing: the ranks that share the work of whole matrices; None if each does all of it.
         kind: everything that decides which kernel runs. Batches are built for options of one kind.
     """
 
     def __init__(self, rule: Rule, options: dict[str, Any]) -> None:
         self.rule = rule
+        self.sharing: Sharing | None = None
         self.h = h = hyperparameters({**FLAGS, **options})
         self.slots = kept_slots(rule, h)
         self.structure = rule.structure(h)
@@ -142,6 +156,7 @@ class OptionsCache:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
+        self.sharing: Sharing | None = None
 
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""
@@ -158,6 +173,7 @@ class OptionsCache:
             return found
         check_precision(self._rule, options)
         found = Options(self._rule, options)
+        found.sharing = self.sharing
         if constant:
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()

@@ -36,6 +36,8 @@ _STATES = (None, torch.float32, torch.bfloat16, EIGHT)
 
 def precision_options(rule: Rule) -> tuple[str, ...]:
     """The options a rule takes."""
+    if not rule.surface.precision:
+        return ()
     return ("state_dtype", "rounding") if rule.compact else ("rounding",)
 
 
@@ -46,6 +48,8 @@ def check_precision(rule: Rule, options: Mapping[str, Any]) -> None:
         raise ValueError(f"rounding must be None, 'stochastic' or 'kahan', but got {rounding!r}")
     if state not in _STATES:
         raise ValueError(f"state_dtype must be None, torch.float32, torch.bfloat16 or '8bit', but got {state!r}")
+    if rounding is not None and not rule.surface.precision:
+        raise ValueError(f"rounding={rounding!r} is not possible for {rule.name}; leave rounding out")
     if state is not None and not rule.compact:
         raise ValueError(
             f"state_dtype={state!r} is not possible for {rule.name}, which keeps its state in the parameter's dtype; "

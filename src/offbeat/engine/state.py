@@ -128,7 +128,11 @@ def new_state(
     entries = [dict((others or {}).get(id(p)) or state.get(p) or {}) for p in params]
     created: list[tuple[Tensor, str, Tensor]] = []
     for slot in slots:
-        lacking = [i for i, entry in enumerate(entries) if not isinstance(entry.get(slot.key), Tensor)]
+        lacking = [
+            i
+            for i, entry in enumerate(entries)
+            if not isinstance(entry.get(slot.key), Tensor) and slot.shape_for(params[i].shape) is not None
+        ]
         if slot.scalar:
             made = _scalars(slot, h, [params[i] for i in lacking], [entries[i].get(slot.key) for i in lacking])
         else:
@@ -146,6 +150,8 @@ def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
     if slot.dtype is not None:
         return torch.zeros_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
     value = slot.initial(h)
+    if slot.shape is not None:
+        return p.detach().new_full(slot.shape_for(p.shape) or (), float(value))
     if h.differentiable and isinstance(value, Tensor):
         one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, memory_format=torch.preserve_format)
         return one * value

@@ -18,7 +18,8 @@ from offbeat.engine.batch import DeviceBatch
 from offbeat.engine.build import Part, build, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting, gradients_of
-from offbeat.engine.options import Options, OptionsCache
+from offbeat.engine.matrix import WHOLE
+from offbeat.engine.options import Options, OptionsCache, Sharing
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
@@ -39,6 +40,11 @@ class Engine:
         self._options = OptionsCache(rule)
         self._groups: dict[int, Part] = {}
         self._parts: dict[tuple[int, ...], Part] = {}
+
+    def share(self, sharing: Sharing | None) -> None:
+        """From now on, share the work of whole matrices with these ranks."""
+        self._options = OptionsCache(self._rule)
+        self._options.sharing = sharing
 
     def run(
         self,
@@ -74,6 +80,15 @@ class Engine:
         if part is None or part.state is not state or not part.fits(options, params, grads):
             return None
         return part, options
+
+    def check(self, work: Sequence[Work], state: State) -> None:
+        """Raise if a gradient does not fit its parameter or the rule. Changes nothing."""
+        for group, params, grads in work:
+            if not is_traced() and (found := self._find(group, params, grads, state)) is not None:
+                found[0].release()
+            else:
+                given = [p.grad for p in params] if grads is None else grads
+                check_gradients(self._options.of(group), params, given)
 
     def _known(self, group: dict[str, Any], params: Sequence[Tensor]) -> Part | None:
         if params is group["params"]:
@@ -168,6 +183,8 @@ class Engine:
         ]
 
     def _would_choose(self, options: Options, p: Tensor, state: State) -> Choice:
+        if self._rule.matrix is not None:
+            return WHOLE
         like = _real(local(p).detach())
         entry = state.get(p) or {}
         tensors = [like, like]

@@ -2,9 +2,22 @@
 
 from offbeat.optim import optimizers
 from offbeat.optim.base import RuleOptimizer
+from offbeat.optim.chain import Chain
 from offbeat.optim.functional import FunctionalOptimizer, as_functional
+from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.optim.pure import PureOptimizer, as_pure
+from offbeat.optim.split import Split, split_parameters
 
-__all__ = ["FunctionalOptimizer", "PureOptimizer", "RuleOptimizer", "as_functional", "as_pure"]
+__all__ = [
+    "LBFGS",
+    "Chain",
+    "FunctionalOptimizer",
+    "PureOptimizer",
+    "RuleOptimizer",
+    "Split",
+    "as_functional",
+    "as_pure",
+    "split_parameters",
+]
 __all__ += optimizers.__all__

@@ -7,13 +7,15 @@ from numbers import Real
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
 from offbeat.engine.choice import Choice, is_capturing
+from offbeat.engine.exchange import check_same_parameters
 from offbeat.engine.extras import NOTHING, Extras, Work
-from offbeat.engine.options import hyperparameters
+from offbeat.engine.options import Sharing, hyperparameters
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
@@ -35,6 +37,7 @@ class RuleOptimizer(Optimizer):
     rule: ClassVar[Rule]
     #: By parameter (its id), the group it was found in and its position there.
     _places: dict[int, tuple[int, int]]
+    _sharing: Sharing | None = None
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,6 +77,12 @@ class RuleOptimizer(Optimizer):
             self.rule.validate(options)
             _check_flags(self.rule, options)
         super().add_param_group(param_group)
+        try:
+            for p in self.param_groups[-1]["params"]:
+                self.rule.check_param(p)
+        except BaseException:
+            self.param_groups.pop()
+            raise
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
@@ -146,6 +155,37 @@ class RuleOptimizer(Optimizer):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
         self._run(self._by_group(params, grads), self._extras(clip, False))
 
+    def check_gradients(self) -> None:
+        """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
+        self._engine.check([(group, group["params"], None) for group in self.param_groups], self._own_state())
+
+    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
+        """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
+
+        Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the
+        others, while the next matrices are worked on. So the arithmetic of a rank falls as one over the number of
+        ranks. All ranks have the same numbers, and state stays on every rank. Parameters that FSDP2 cuts need no call:
+        their pieces go to owners and back by themselves.
+
+        Args:
+            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together. If
+                their gradients differ, a step raises on all of them.
+            exact: send results in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16,
+                which is what Muon computes in by default.
+        """
+        if self.rule.matrix is None or not self.rule.matrix.cut:
+            raise TypeError(
+                f"{type(self).__name__} has no matrices to share: it works element by element, or needs whole "
+                "parameters; leave share_matrices() out"
+            )
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
+        check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
+        # Of its own: DDP may be using the other one at the same time, from another thread.
+        ranks = dist.get_process_group_ranks(process_group)
+        own = dist.new_group(ranks, use_local_synchronization=True)
+        self._sharing = Sharing(own, exact) if len(ranks) > 1 else None
+        self._engine.share(self._sharing)
+
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
 
@@ -178,7 +218,7 @@ class RuleOptimizer(Optimizer):
         )
 
     def _run(self, work: Sequence[Work], extras: Extras) -> None:
-        watched = bool(self.defaults["differentiable"])
+        watched = bool(self.defaults.get("differentiable"))
         self._engine.run(work, self._own_state(), extras, self.param_groups, differentiable=watched)
 
     def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
@@ -246,7 +286,7 @@ class RuleOptimizer(Optimizer):
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
-        result = packed(self)
+        result = packed(self, self._slots)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
             result = result if changed is None else changed
@@ -275,6 +315,7 @@ class RuleOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._engine, self._places = Engine(self.rule), {}
+        self._engine.share(self._sharing)
         self._own_state()
         for group in self.param_groups:
             for name in self._options():

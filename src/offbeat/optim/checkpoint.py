@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat.engine.counters import new_scalars, scalar_dtype
-from offbeat.engine.gradients import check_alike
+from offbeat.engine.gradients import check_alike, check_shape
+from offbeat.engine.member import kept_keys
 from offbeat.engine.precision import converted, in_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local
@@ -20,7 +21,7 @@ from offbeat.rules.rule import PRECISION, Slot, Values
 __all__ = ["loaded", "packed"]
 
 
-def packed(optimizer: Optimizer) -> dict[str, Any]:
+def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
     """The state dict before hooks: plain dictionaries, parameters by number."""
     number: dict[int, int] = {}
     groups = []
@@ -38,6 +39,12 @@ def packed(optimizer: Optimizer) -> dict[str, Any]:
         elif id(key) in number:
             # Scales belong to the blocks of one rank's shard: what others may load is numbers.
             state[number[id(key)]] = in_numbers(value) if is_dtensor(key) else dict(value)
+    for group in groups:
+        for slot in slots(group):
+            if slot.saved is not None:
+                for i in group["params"]:
+                    if slot.key in state.get(i, ()):
+                        state[i][slot.key] = slot.saved(state[i][slot.key])
     return {"state": state, "param_groups": groups}
 
 
@@ -71,6 +78,7 @@ def loaded(
         kept = slots(fresh_group)
         scalars = {slot.key for slot in kept if slot.scalar}
         tensors = {slot.key for slot in kept if not slot.scalar and slot.form != "scales"}
+        like = {slot.key for slot in kept if slot.key in tensors and slot.shape is None}
         was, now = theirs.get("state_dtype"), fresh_group.get("state_dtype")
         for p in mine["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
@@ -78,9 +86,13 @@ def loaded(
             if entry and (compact or "compensation" in entry):
                 entry = converted(entry, p, kept, was, now)
             if entry:
-                _check_kind(entry, scalars, tensors - {"compensation"})
+                there = tensors if all(slot.shape is None for slot in kept) else set(kept_keys(kept, p))
+                _check_kind(entry, scalars, there - {"compensation"})
             if entry is not None:
-                state[p] = {k: _fit(p, k, v, k in tensors, k in scalars) for k, v in entry.items()}
+                for slot in kept:
+                    if slot.shape is not None and isinstance(entry.get(slot.key), Tensor):
+                        check_shape(slot.key, entry[slot.key], slot.shape_for(p.shape), p)
+                state[p] = {k: _fit(p, k, v, k in like, k in scalars) for k, v in entry.items()}
         _side_by_side(state, mine["params"], scalars, fresh_group)
     known = set(source.of.values())
     for key, value in state_dict["state"].items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.optim.base import RuleOptimizer
+from offbeat.optim.chain import Chain
 from offbeat.optim.lookup import rule_class
 
 __all__ = ["FunctionalOptimizer", "as_functional"]
@@ -19,11 +20,14 @@ __all__ = ["FunctionalOptimizer", "as_functional"]
 _updating = threading.RLock()
 
 
-def as_functional(optim_cls: type[torch.optim.Optimizer], params: Any, **hyper: Any) -> FunctionalOptimizer:
+def as_functional(
+    optim_cls: type[torch.optim.Optimizer] | Chain, params: Any = None, **hyper: Any
+) -> FunctionalOptimizer:
     """An optimizer that takes explicit gradients and never looks at ``.grad``.
 
     Args:
-        optim_cls: a class of this library, or the torch.optim class of the same name.
+        optim_cls: a class of this library, or the torch.optim class of the same name; or a :class:`~offbeat.Chain`, and
+            nothing else.
         params: parameters or groups, as for ``optim_cls``; may be empty, see :meth:`FunctionalOptimizer.step_param`.
         hyper: ``optim_cls``'s other arguments.
 
@@ -35,6 +39,12 @@ def as_functional(optim_cls: type[torch.optim.Optimizer], params: Any, **hyper: 
         >>> w
         tensor([0.5000, 0.5000, 0.5000])
     """
+    if isinstance(optim_cls, Chain):
+        if params is not None or hyper:
+            raise TypeError("as_functional(chain) takes nothing else: the chain has parameters and options already")
+        return FunctionalOptimizer(lambda _: optim_cls, [None])
+    if params is None:
+        raise TypeError("as_functional() needs parameters; pass an empty list to add them later")
     return FunctionalOptimizer(rule_class(optim_cls), params, **hyper)
 
 
@@ -44,7 +54,7 @@ class FunctionalOptimizer:
     Several threads may step at the same time, each with its own gradients; updates happen one after the other.
     """
 
-    def __init__(self, optim_cls: type[RuleOptimizer], params: Any, **hyper: Any) -> None:
+    def __init__(self, optim_cls: Callable[..., RuleOptimizer | Chain], params: Any, **hyper: Any) -> None:
         if isinstance(params, Iterable) and not isinstance(params, Tensor):
             params = list(params)
         if isinstance(params, list) and not params:

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 from offbeat.optim.base import RuleOptimizer
 from offbeat.rules.adadelta import ADADELTA
+from offbeat.rules.adafactor import ADAFACTOR
 from offbeat.rules.adagrad import ADAGRAD
 from offbeat.rules.adam import ADAM, ADAMW
 from offbeat.rules.adamax import ADAMAX
 from offbeat.rules.asgd import ASGD as ASGD_RULE
 from offbeat.rules.lion import LION
+from offbeat.rules.muon import MUON
 from offbeat.rules.nadam import NADAM
 from offbeat.rules.radam import RADAM
 from offbeat.rules.rmsprop import RMSPROP
 from offbeat.rules.rprop import RPROP
 from offbeat.rules.sgd import SGD as SGD_RULE
+from offbeat.rules.sparseadam import SPARSEADAM
 
 __all__ = [
     "ASGD",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
     "Adamax",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",
     "Rprop",
+    "SparseAdam",
 ]
 
 
@@ -73,3 +79,12 @@ class ASGD(RuleOptimizer, rule=ASGD_RULE): ...
 
 
 class Lion(RuleOptimizer, rule=LION): ...
+
+
+class SparseAdam(RuleOptimizer, rule=SPARSEADAM): ...
+
+
+class Muon(RuleOptimizer, rule=MUON): ...
+
+
+class Adafactor(RuleOptimizer, rule=ADAFACTOR): ...

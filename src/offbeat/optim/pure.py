@@ -39,7 +39,13 @@ def as_pure(optim_cls: type[torch.optim.Optimizer], **hyper: Any) -> PureOptimiz
         >>> params["w"]
         tensor([0.5000, 0.5000])
     """
-    return PureOptimizer(rule_class(optim_cls).rule, hyper)
+    rule = rule_class(optim_cls).rule
+    if rule.matrix is not None:
+        raise TypeError(
+            f"as_pure({rule.name}) is not possible: it works on whole matrices and not element by element; use "
+            "as_functional, which takes explicit gradients too"
+        )
+    return PureOptimizer(rule, hyper)
 
 
 class PureOptimizer:

@@ -51,12 +51,13 @@ def describe(rule: Rule, cls: type) -> str:
     lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
     lines += [f"    {name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
     lines += ["", "Example:"]
+    model, given = rule.surface.example
     library = cls.__module__.startswith("offbeat.")
     lines += [
         "    >>> import torch" + (", offbeat" if library else ""),
-        "    >>> model = torch.nn.Linear(4, 2)",
+        f"    >>> model = {model}",
         f"    >>> optimizer = {'offbeat.' if library else ''}{cls.__name__}(model.parameters(), lr=0.01)",
-        "    >>> model(torch.ones(3, 4)).sum().backward()",
+        f"    >>> model({given}).sum().backward()",
         "    >>> optimizer.step()",
         "    >>> optimizer.zero_grad()",
     ]

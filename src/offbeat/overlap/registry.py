@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.optim import RuleOptimizer
+from offbeat.optim import LBFGS, Chain, RuleOptimizer
 from offbeat.overlap.clipping import multiply
 
 __all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
@@ -185,6 +185,29 @@ class _OverlappedRule(OverlappedOptimizer):
             super().step_clipped(params, grads, clip)
 
 
+@register_overlapped(Chain)
+class _OverlappedChain(OverlappedOptimizer):
+    """Each optimizer of a chain steps its own parameters of a bucket."""
+
+    def __init__(self, optimizer: Chain) -> None:
+        super().__init__(optimizer)
+        self._chain = optimizer
+        self._parts = {id(one): overlapped(one) for one in optimizer.optimizers}
+
+    def begin_step(self) -> None:
+        for part in self._parts.values():
+            part.begin_step()
+
+    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        for one, mine, given in self._chain.by_owner(params, grads):
+            self._parts[id(one)].step_bucket(mine, given)
+
+    def step_clipped(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Tensor) -> None:
+        for one, mine, given in self._chain.by_owner(params, grads):
+            self._parts[id(one)].step_clipped(mine, given, clip)
+
+
+@register_overlapped(LBFGS)
 @register_overlapped(torch.optim.LBFGS)
 class _NoLBFGS:
     def __init__(self, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from offbeat.rules.rule import Hyper
 
-__all__ = ["betas", "boolean", "eps", "learning_rate", "number", "pair", "weight_decay"]
+__all__ = ["above_zero", "at_least", "betas", "boolean", "eps", "learning_rate", "number", "pair", "weight_decay"]
 
 
 def require_number(label: str, value: Any) -> None:
@@ -43,6 +43,28 @@ def in_range(
 def number(name: str, default: float, doc: str, *, label: str | None = None, **limits: Any) -> Hyper:
     """A number within limits."""
     return Hyper(name, default, in_range(label or f"{name} value", **limits), doc)
+
+
+def above_zero(name: str, default: float, doc: str, *, label: str | None = None) -> Hyper:
+    """A number greater than 0."""
+
+    def check(value: Any) -> None:
+        require_number(name, value)
+        if not value > 0.0:
+            raise ValueError(f"Invalid {label or name + ' value'}: {value} (must be greater than 0)")
+
+    return Hyper(name, default, check, doc)
+
+
+def at_least(name: str, default: float, doc: str, *, says: str | None = None, low: float = 0) -> Hyper:
+    """A number of at least ``low``, in the words of torch.optim's newer classes; ``says`` names it in the message."""
+
+    def check(value: Any) -> None:
+        require_number(name, value)
+        if not low <= value:
+            raise ValueError(f"{says or name} should be >= {low:g} but is: {value}")
+
+    return Hyper(name, default, check, doc)
 
 
 def anything(name: str, default: float, doc: str) -> Hyper:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FLAGS", "PRECISION", "Hyper", "Rule", "Slot", "Surface", "Values"]
+__all__ = ["FLAGS", "PRECISION", "Hyper", "Matrix", "Rule", "Slot", "Surface", "Values"]
 
 #: Options that every optimizer understands, with the value a group has if a checkpoint does not name them.
 FLAGS: dict[str, Any] = {
@@ -60,6 +60,9 @@ class Slot:
         form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.codec`. ``scales`` are
             the scales that belong to an 8-bit entry.
         dtype: the dtype the entry is stored in; None stands for the parameter's.
+        shape: the entry's shape as a function of the parameter's shape, for entries that are not of that shape; it
+            returns None for parameters that do not have the entry. Only for rules that work on whole matrices.
+        saved: for a number that torch.optim keeps as a Python number, its type: state dicts hold it as such.
     """
 
     key: str
@@ -69,10 +72,16 @@ class Slot:
     positive: bool = False
     form: str = "plain"
     dtype: Any = None
+    shape: Callable[[tuple[int, ...]], tuple[int, ...] | None] | None = None
+    saved: type | None = None
 
     def initial(self, h: Values) -> Any:
         """The initial value under the hyperparameters ``h``."""
         return self.init(h) if callable(self.init) else self.init
+
+    def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape of the entry for a parameter of this shape; None if such a parameter does not have it."""
+        return shape if self.shape is None else self.shape(tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -84,7 +93,9 @@ class Surface:
         positional: those of ``flags`` that can also be given by position, in order.
         keyword_only: hyperparameters that cannot be given by position.
         fixed: group options that the user does not choose.
+        precision: whether the class takes the options of :data:`PRECISION` that its rule allows.
         eager_state: state is created with the optimizer, not at the first step.
+        example: a module and its input, for the example in the docstring.
         native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
     """
 
@@ -92,8 +103,43 @@ class Surface:
     positional: tuple[str, ...] = ()
     keyword_only: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    precision: bool = True
     eager_state: bool = False
+    example: tuple[str, str] = ("torch.nn.Linear(4, 2)", "torch.ones(3, 4)")
     native: Callable[..., None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    r"""The part of a rule that is not elementwise: it needs whole matrices.
+
+    A step of such a rule has three parts: :attr:`before` and :attr:`Rule.update` are elementwise and traced like any
+    rule; :attr:`transform` between them works on a stack of equally shaped parameters.
+
+    Args:
+        transform: called as ``transform(x, about, **state)`` with a stack ``x`` of shape ``(n, *shape)`` of ``n``
+            parameters of equal shape, and stacks of the slots that have a :attr:`Slot.shape`. Returns what
+            :attr:`Rule.update` gets as its gradient ``g``, and the new values of these slots in order. ``about`` has
+            the attributes ``h`` (hyperparameters), ``c`` (coefficients and structure), ``params`` (the ``n``
+            parameters; do not write to them) and ``dtype`` (theirs). What belongs to one parameter must not reach
+            another.
+        before: the elementwise part that makes ``x``, as ``before(g, <slots>, c)``. It returns ``x`` and the new values
+            of the slots that it names. The transform may then write to ``x``. None if ``x`` is the gradient itself; the
+            transform must not write to ``x`` then.
+        dtype: the dtype of ``x`` under ``h`` if there is a :attr:`before`; None for the widest of gradient and state,
+            and at least float32.
+        scales: further coefficients, which depend on ``h`` and on the shape of the parameter.
+        cut: whether a parameter may be cut along the dimensions in front of the last two, because each matrix is by
+            itself.
+        copies: how many tensors of the size of ``x`` the transform needs at once, ``x`` itself included.
+    """
+
+    transform: Callable[..., tuple[Any, ...]]
+    before: Callable[..., tuple[Any, ...]] | None = None
+    dtype: Callable[[Values], Any] = lambda h: None
+    scales: Callable[[Values, tuple[int, ...]], dict[str, Any]] = lambda h, shape: {}
+    cut: bool = False
+    copies: int = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,10 +169,14 @@ class Rule:
         check: checks hyperparameters against each other; raises ValueError.
         sparse: what a sparse gradient means: ``"rows"`` updates only the rows that it touches, ``"dense"`` converts it
             to a dense gradient, and any other text is the end of the error message "<name> ...".
+        dense: why a dense gradient raises, as the end of the message "<name> ..."; empty if it does not.
+        check_param: raises if a parameter is of a kind that the rule cannot update, whatever its gradient.
         first_step_differs: whether the first step differs from a later step that finds the state at its initial
             values. Only for rules without a ``step`` slot. State that is allocated early is then marked as not begun.
         compact: whether the state can be stored in bfloat16 or in 8 bits: it starts at zero and averages gradients or
             their squares.
+        matrix: for rules that need whole matrices; ``update`` then gets its result as ``g``, and takes those tensor
+            slots that it names.
         surface: what the optimizer class takes from torch.optim.
     """
 
@@ -140,8 +190,11 @@ class Rule:
     advance_first: bool = True
     check: Callable[[Values], None] = lambda h: None
     sparse: Callable[[Values], str] = lambda h: "does not support sparse gradients"
+    dense: str = ""
+    check_param: Callable[[Any], None] = lambda p: None
     first_step_differs: Callable[[Values], bool] = lambda h: False
     compact: bool = False
+    matrix: Matrix | None = None
     surface: Surface = field(default_factory=Surface)
 
     def validate(self, options: Mapping[str, Any]) -> None:

@@ -1,0 +1,137 @@
+"""Steps of the rules that need whole matrices, beside torch.optim's, on the hidden matrices of small GPTs.
+
+    python -m benchmarks.matrices [--device cpu] [--sets "4 x 64" ...] [--repeat 9] [--save]
+
+The arms take turns in one process. Times are medians: of the wall clock and, on the CPU, of the processor time of all
+threads, which other programs on the machine disturb less. ``--save`` writes benchmarks/results/matrices-DEVICE.md and
+.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import offbeat
+from benchmarks.machine import describe_machine
+
+RESULTS = Path(__file__).parent / "results"
+
+#: Layers and width.
+SETS = {
+    "4 x 64": (4, 64),
+    "12 x 64": (12, 64),
+    "6 x 256": (6, 256),
+    "12 x 384": (12, 384),
+    "4 x 768": (4, 768),
+    "GPT-2": (12, 768),
+    "1.3 B": (24, 2048),
+}
+CPU_SETS = ["4 x 64", "12 x 64", "6 x 256", "12 x 384", "4 x 768"]
+
+
+def shapes_of(layers: int, width: int) -> list[tuple[int, int]]:
+    """Attention and feed-forward, as GPT-2 has them."""
+    return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
+
+
+def make(optimizer: Any, shapes: list[tuple[int, int]], device: str) -> Any:
+    torch.manual_seed(0)
+    params = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return optimizer(params)
+
+
+def measure(arms: dict[str, Any], repeat: int, device: str) -> dict[str, dict[str, float]]:
+    wall: dict[str, list[float]] = {name: [] for name in arms}
+    busy: dict[str, list[float]] = {name: [] for name in arms}
+    extra: dict[str, float] = {}
+    for optimizer in arms.values():
+        for _ in range(2):
+            optimizer.step()
+    for _ in range(repeat):
+        for name, optimizer in arms.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            start, used = time.perf_counter(), time.process_time()
+            optimizer.step()
+            host = time.perf_counter() - start
+            if device == "cuda":
+                torch.cuda.synchronize()
+                extra[name] = (torch.cuda.max_memory_allocated() - before) / 2**30
+            wall[name].append(1e3 * (time.perf_counter() - start))
+            busy[name].append(1e3 * (host if device == "cuda" else time.process_time() - used))
+    found: dict[str, dict[str, float]] = {}
+    for name in arms:
+        found[name] = {"wall_ms": statistics.median(wall[name]), "busy_ms": statistics.median(busy[name])}
+        if name in extra:
+            found[name]["extra_gib"] = extra[name]
+    return found
+
+
+def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str:
+    second = "host" if device == "cuda" else "processor"
+    lines = ["# Steps of rules that need whole matrices", "", "Written by `python -m benchmarks.matrices --save`.", ""]
+    lines += [f"- {key}: {value}" for key, value in machine.items()]
+    lines += [
+        "- float32 parameters; hidden matrices of a GPT: layers x width; medians, arms taking turns",
+        "",
+        f"| rule | matrices | torch.optim, wall ms ({second} ms) | offbeat, wall ms ({second} ms) "
+        f"| ratio of {second} ms |",
+        "|---|---|---|---|---|",
+    ]
+    for rule, by_set in results.items():
+        for name, found in by_set.items():
+            theirs, ours = found["torch.optim"], found["offbeat"]
+            cells = [f"{one['wall_ms']:.1f} ({one['busy_ms']:.1f})" for one in (theirs, ours)]
+            lines.append(f"| {rule} | {name} | {cells[0]} | {cells[1]} | {theirs['busy_ms'] / ours['busy_ms']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--sets", nargs="+", choices=list(SETS))
+    parser.add_argument("--rules", nargs="+", default=["Muon", "Adafactor"], choices=["Muon", "Adafactor"])
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    sets = given.sets or (CPU_SETS if given.device == "cpu" else ["GPT-2", "1.3 B"])
+    results: dict[str, Any] = {}
+    for rule in given.rules:
+        for name in sets:
+            shapes = shapes_of(*SETS[name])
+            arms = {
+                library: make(getattr(module, rule), shapes, given.device)
+                for library, module in (("torch.optim", torch.optim), ("offbeat", offbeat))
+            }
+            found = measure(arms, given.repeat, given.device)
+            results.setdefault(rule, {})[name] = found
+            print(rule, name, {k: {a: round(b, 2) for a, b in v.items()} for k, v in found.items()}, flush=True)
+    machine = describe_machine("python -m benchmarks.matrices " + " ".join(sys.argv[1:])) | {"date": given.date}
+    text = report(machine, results, given.device)
+    print(text)
+    if given.save:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"matrices-{given.device}.md").write_text(text)
+        (RESULTS / f"matrices-{given.device}.json").write_text(
+            json.dumps({"machine": machine, "results": results}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()

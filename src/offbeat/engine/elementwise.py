@@ -1,0 +1,121 @@
+"""The elementwise parts of a matrix rule: each is a rule of its own, traced and run by the tiers that any rule has.
+
+The part before the matrices writes ``x`` in the place of a parameter; the part after them reads the transformed ``x``
+as a gradient. So each makes one pass over memory, and converts to and from the dtype of ``x`` on its way.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from offbeat.engine.choice import choose, uses_triton
+from offbeat.engine.cpu.kernel import cpu_kernel
+from offbeat.engine.cuda.launch import DeviceRun
+from offbeat.engine.extras import NOTHING
+from offbeat.engine.foreach import run_foreach
+from offbeat.engine.loop import run_loop
+from offbeat.engine.options import Options
+from offbeat.engine.tensors import compute_dtype, is_dense, is_plain, same_layout
+from offbeat.engine.trace import trace
+from offbeat.rules.rule import FLAGS, Rule, Surface, Values
+
+__all__ = ["Stage", "stages"]
+
+
+class Stage:
+    """One elementwise part of a matrix rule, made into a rule.
+
+    Args:
+        rule: the rule.
+        named: the function that names the state tensors that the part reads and writes.
+    """
+
+    def __init__(self, rule: Rule, named: Any) -> None:
+        names = set(inspect.signature(named).parameters)
+        keys = {slot.key for slot in _all_slots(rule) if not slot.scalar and slot.shape is None}
+        self._rule, self._names = rule, names & keys
+
+    def keys(self, present: Sequence[str]) -> tuple[str, ...]:
+        """Those of these state tensors that it reads and writes."""
+        return tuple(key for key in present if key in self._names)
+
+    def run(
+        self,
+        options: Options,
+        keys: Sequence[str],
+        columns: Sequence[Sequence[Tensor]],
+        coefficients: Mapping[str, Any],
+        known: dict[Any, DeviceRun],
+    ) -> None:
+        """Run it over rows of equally shaped tensors.
+
+        Args:
+            keys: the names of the state tensors among the columns.
+            columns: what is written, what is read, and the state tensors.
+            coefficients: the coefficients that all rows share.
+            known: launches that are kept for the next step, for rows of these sizes.
+        """
+        names = tuple(name for name in coefficients if name != "rounding_step")
+        one = [column[0] for column in columns]
+        program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
+        compute = compute_dtype(one)
+        choice = choose(self._rule, options.h, program, one)
+        tier = choice.tier
+        rows = list(zip(*columns, strict=True))
+        if tier in ("fused", "foreach") and not all(map(_alike, rows)):
+            tier = "loop"
+        if tier == "fused":
+            dtypes, numel = tuple(t.dtype for t in one), array("q", [row[0].numel() for row in rows])
+            tables = [array("q", [t.data_ptr() or 1 for t in column]) for column in columns]
+            if uses_triton(choice, one[0].device):
+                key = (program, dtypes, compute, numel.tobytes(), one[0].device)
+                if key not in known:
+                    known[key] = DeviceRun(program, dtypes, compute, numel, one[0].device, None, options.h, (), [])
+                known[key].with_sets(tables, None, [dict(coefficients)], NOTHING)
+            else:
+                flat = array("d", [coefficients[name] for name in names])
+                kernel = cpu_kernel(program, dtypes, compute)
+                kernel(tables, numel, array("q", bytes(8 * len(rows))), flat, sum(numel))
+            # Kernels write without autograd's knowledge.
+            increment_version([t for column in (columns[0], *columns[2:]) for t in column])
+        elif tier == "foreach":
+            run_foreach(program, columns, dict(coefficients), compute)
+        else:
+            scalars = {**coefficients, **options.structure}
+            for row in rows:
+                run_loop(self._rule.apply, ("p", "g", *keys), row, scalars, compute)
+
+
+def _alike(row: Sequence[Tensor]) -> bool:
+    return all(is_plain(t) and is_dense(t) and same_layout(t, row[0]) for t in row)
+
+
+def _all_slots(rule: Rule) -> Any:
+    """The slots under every option that adds some."""
+    options = {**FLAGS, **{h.name: h.default for h in rule.hyper}, **rule.surface.fixed}
+    more = {**options, **{h.name: True for h in rule.hyper if h.default is False}}
+    return (*rule.slots(Values(**options)), *rule.slots(Values(**more)))
+
+
+@functools.lru_cache(maxsize=256)
+def stages(rule: Rule) -> tuple[Stage | None, Stage]:
+    """The elementwise parts of a matrix rule: before the matrices, if there is one, and after them."""
+    assert rule.matrix is not None
+    plain = Surface(flags=rule.surface.flags)
+    before = rule.matrix.before
+    after = Stage(replace(rule, matrix=None, surface=plain), rule.update)
+    if before is None:
+        return None, after
+
+    def update(p: Any, g: Any, c: Any, **state: Any) -> tuple[Any, ...]:
+        return before(g=g, **state, c=c)
+
+    return Stage(replace(rule, update=update, matrix=None, surface=plain), before), after

@@ -1,0 +1,261 @@
+"""``Chain``: several optimizers as one, each with its own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat import _torch
+from offbeat.engine.choice import Choice
+from offbeat.optim.base import RuleOptimizer
+from offbeat.optim.lbfgs import LBFGS
+from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
+
+__all__ = ["Chain"]
+
+
+class Chain(Optimizer):
+    """Several optimizers as one :class:`torch.optim.Optimizer`, for models whose parameters need different rules.
+
+    Schedulers, ``GradScaler``, hooks, trainers, checkpoints, :func:`offbeat.overlap`, :class:`offbeat.LocalSGD` and
+    :func:`offbeat.as_functional` take it as they take any optimizer. ``param_groups`` are the groups of all optimizers
+    in order, live: a learning rate that is set there counts for the optimizer that owns the group.
+
+    Args:
+        optimizers: the optimizers, ours or not. No two may have a parameter in common.
+
+    Attributes:
+        optimizers: the optimizers, in order.
+
+    Example:
+        >>> import torch, offbeat
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> split = offbeat.split_parameters(model)
+        >>> optimizer = offbeat.Chain([offbeat.Muon(split.matrices, lr=0.02), offbeat.AdamW(split.rest, lr=1e-3)])
+        >>> scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> scheduler.step()
+        >>> [round(group["lr"], 4) for group in optimizer.param_groups]
+        [0.018, 0.0009]
+
+    Limits: an optimizer that evaluates its closure several times (LBFGS) cannot be part of a chain. If an optimizer
+    that is not made from a rule raises in its step, those before it have stepped. A checkpoint has torch.optim's
+    format, with the groups of all optimizers; it loads into a chain of the same optimizers in the same order.
+    """
+
+    optimizers: tuple[Optimizer, ...] = ()
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        given = tuple(optimizers)
+        _check(given)
+        self._start(given)
+
+    def _start(self, optimizers: tuple[Optimizer, ...]) -> None:
+        self.optimizers = optimizers
+        self._groups: list[dict[str, Any]] = []
+        self._places: dict[int, tuple[int, int, int]] = {}
+        self._view = MergedState(self)
+        super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all optimizers, in order: always the same list, brought up to date when it is asked for."""
+        self._groups[:] = [group for one in self.optimizers for group in one.param_groups]
+        return self._groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state of all parameters; what is written to it is written to the optimizer that owns the parameter."""
+        return self._view
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The options that all optimizers have, with the values of the first."""
+        first, *others = (one.defaults for one in self.optimizers)
+        return {key: value for key, value in first.items() if all(key in other for other in others)}
+
+    def owner(self, p: Tensor) -> Optimizer:
+        """The optimizer that a parameter belongs to."""
+        return self.optimizers[self._owner(p)]
+
+    def by_owner(self, params: Sequence[Tensor], *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Parameters and further lists, one tuple for each optimizer that owns some of them: the optimizer first."""
+        split: dict[int, list[list[Any]]] = {}
+        for row in zip(params, *lists, strict=True):
+            for column, value in zip(split.setdefault(self._owner(row[0]), [[] for _ in row]), row, strict=True):
+                column.append(value)
+        return [(self.optimizers[at], *columns) for at, columns in split.items()]
+
+    def _owner(self, p: Tensor) -> int:
+        """The position of the optimizer that has the parameter. Groups may change at any time, so this is checked."""
+        for _ in range(2):
+            if (place := self._places.get(id(p))) is not None:
+                which, group, at = place
+                groups = self.optimizers[which].param_groups
+                if group < len(groups) and at < len(groups[group]["params"]) and groups[group]["params"][at] is p:
+                    return which
+            self._places = places(self.optimizers)
+        raise ValueError(
+            f"a parameter of shape {tuple(p.shape)} is in none of the {len(self.optimizers)} optimizers of this chain; "
+            "add it with chain.optimizers[i].add_param_group"
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all optimizers, in order. Gradients of our own optimizers are checked before any of them steps.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            The closure's result, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if len(self.optimizers) > 1:
+            for one in self.optimizers:
+                if isinstance(one, RuleOptimizer):
+                    one.check_gradients()
+        for one in self.optimizers:
+            one.step()
+        return loss
+
+    def step_params(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
+    ) -> None:
+        """Update some parameters with gradients that are passed in; see :meth:`offbeat.AdamW.step_params`.
+
+        Raises:
+            TypeError: one of the optimizers that own them has no ``step_params``.
+        """
+        work = self.by_owner(list(params), list(grads))
+        for one, *_ in work:
+            if not hasattr(one, "step_params"):
+                raise TypeError(
+                    f"{type(one).__name__} cannot update some of its parameters with gradients that are passed in; use "
+                    f"offbeat.{type(one).__name__}, or set .grad and call step()"
+                )
+        for one, mine, given in work:
+            one.step_params(mine, given, clip=clip)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all optimizers."""
+        for one in self.optimizers:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def init_state(self) -> None:
+        """Allocate the state of all optimizers that can do so before their first step, changing nothing else."""
+        for one in self.optimizers:
+            if hasattr(one, "init_state"):
+                one.init_state()
+
+    def tiers(self) -> list[Choice]:
+        """For each group, the tier that runs it and why; see :meth:`offbeat.AdamW.tiers`."""
+        found: list[Choice] = []
+        for one in self.optimizers:
+            unknown = [Choice("none", f"{type(one).__name__} is not made from a rule")] * len(one.param_groups)
+            found += one.tiers() if hasattr(one, "tiers") else unknown
+        return found
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to one of the optimizers.
+
+        Args:
+            param_group: as for :meth:`torch.optim.Optimizer.add_param_group`, with one more key: ``"optimizer"``, the
+                position in :attr:`optimizers` of the one that gets the group.
+
+        Example:
+            >>> import torch, offbeat
+            >>> chain = offbeat.Chain([offbeat.SGD([torch.zeros(1)]), offbeat.AdamW([torch.zeros(2)])])
+            >>> chain.add_param_group({"params": [torch.zeros(3)], "lr": 0.5, "optimizer": 1})
+            >>> [group["lr"] for group in chain.param_groups]
+            [0.001, 0.001, 0.5]
+        """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        group = dict(param_group)
+        at = group.pop("optimizer", None)
+        if not isinstance(at, int) or not 0 <= at < len(self.optimizers):
+            names = ", ".join(f"{i}: {type(one).__name__}" for i, one in enumerate(self.optimizers))
+            raise ValueError(
+                f"a group for a chain needs the key 'optimizer', the position of the one that gets it ({names}), but "
+                f"got {at!r}; chain.optimizers[i].add_param_group does the same"
+            )
+        params = group.get("params")
+        group["params"] = params = [params] if isinstance(params, Tensor) else list(params or ())
+        taken = places(self.optimizers)
+        for p in (p[1] if isinstance(p, tuple) else p for p in params):
+            if id(p) in taken:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is in optimizer {taken[id(p)][0]} of the chain already"
+                )
+        self.optimizers[at].add_param_group(group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue exactly, in torch.optim's format: parameters are numbered through."""
+        for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
+            hook(self)
+        result = merged_state_dict(self.optimizers)
+        for post in _torch.state_dict_hooks(self, "state_dict_post"):
+            changed = post(self, result)
+            result = result if changed is None else changed
+        return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state dict of a chain of the same optimizers. If one of them raises, nothing has changed."""
+        state_dict = dict(state_dict)
+        for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
+            changed = hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        parts = split_state_dict(state_dict, self.optimizers)
+        before = [(one.state, one.param_groups) for one in self.optimizers]
+        try:
+            for one, part in zip(self.optimizers, parts, strict=True):
+                one.load_state_dict(part)
+        except BaseException:
+            for one, (state, groups) in zip(self.optimizers, before, strict=True):
+                if one.param_groups is not groups:
+                    one.__setstate__({"state": state, "param_groups": groups})
+            raise
+        for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
+            post(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizers": self.optimizers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "optimizers" in state:
+            self._start(tuple(state["optimizers"]))
+        else:
+            super().__setstate__(state)
+
+    def __repr__(self) -> str:
+        lines = "\n".join(repr(one) for one in self.optimizers)
+        return "Chain (\n" + "".join(f"    {line}\n" for line in lines.splitlines()) + ")"
+
+
+def _check(optimizers: tuple[Any, ...]) -> None:
+    if not optimizers:
+        raise ValueError("a chain needs at least one optimizer")
+    seen: dict[int, int] = {}
+    for i, one in enumerate(optimizers):
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"a chain takes optimizers, but item {i} is a {type(one).__name__}")
+        if isinstance(one, (LBFGS, torch.optim.LBFGS)):
+            raise TypeError(
+                f"{type(one).__name__} (item {i}) evaluates a closure several times and cannot be part of a chain; "
+                "step it by itself"
+            )
+        for p in (p for group in one.param_groups for p in group["params"]):
+            if seen.setdefault(id(p), i) != i:
+                raise ValueError(
+                    f"a parameter of shape {tuple(p.shape)} is in optimizer {seen[id(p)]} and in optimizer {i} of the "
+                    "chain; give it to one of them"
+                )
