@@ -21,7 +21,7 @@ help:
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
-	@echo "make convergence  training loss of replicas that average now and then, against DDP (20 minutes)"
+	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
 
 # torch comes first and pinned: asked for by another package it would be whichever build is newest.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -10,15 +10,43 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import offbeat
+
 __all__ = ["memory"]
 
 BUCKET_MB = 32
+
+
+def _torch(opt: Any, model: Any, every: int, **options: Any) -> Any:
+    from benchmarks.sync_link import ARMS
+
+    return ARMS["torch blocking"](opt, model, every)
+
+
+def _ours(name: str, **more: Any) -> Callable[..., Any]:
+    return lambda opt, model, every, **options: getattr(offbeat, name)(
+        opt, model, every, subgroup=None, **more, **options
+    )
+
+
+ARMS: dict[str, Callable[..., Any]] = {
+    "torch's PostLocalSGDOptimizer": _torch,
+    "LocalSGD": _ours("LocalSGD"),
+    "LocalSGD, delay 7": _ours("LocalSGD", delay=7),
+    "SlowMo": _ours("SlowMo"),
+    "DiLoCo": _ours("DiLoCo"),
+    "DiLoCo, delay 7": _ours("DiLoCo", delay=7),
+    "DiLoCo, 4 fragments, delay 2": _ours("DiLoCo", fragments=4, delay=2),
+    "DiLoCo, int8": _ours("DiLoCo", codec="int8"),
+    "DiLoCo, int8, error feedback": _ours("DiLoCo", codec="int8", error_feedback=1.0),
+}
 
 
 def _status(key: str) -> float:
@@ -34,15 +62,16 @@ def worker(rank: int, store: str, name: str, model: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     layers, width, rows = sync_link.MODELS[model]
-    arm = sync_link.Arm("never", layers, width, rows)
+    arm = sync_link.Arm(sync_link.ARMS["never"], sync_link.EVERY, layers, width, rows)
     arm.step()
     arm.step()
     loss = arm.model(arm.x).square().mean()
     loss.backward()
-    arm.wrap(name, bucket_mb=BUCKET_MB)
+    before_wrap = _status("VmRSS")
+    arm.wrap(ARMS[name], sync_link.EVERY, bucket_mb=BUCKET_MB)
     small = torch.zeros(1)
     dist.all_reduce(small)
-    before = _status("VmRSS")
+    before = min(before_wrap, _status("VmRSS"))  # anchors are part of it
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(2 * sync_link.EVERY):
         arm.optimizer.step()  # no forward and backward, whose own memory would hide that of the sync
@@ -55,8 +84,6 @@ def worker(rank: int, store: str, name: str, model: str) -> None:
 
 def memory(model: str = "50 M") -> dict[str, Any]:
     """Megabytes at the peak beyond what the process had before its first sync, for each arm."""
-    from benchmarks.sync_link import ARMS
-
     results = {}
     for name in ARMS:
         with tempfile.TemporaryDirectory() as folder:

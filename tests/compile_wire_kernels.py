@@ -9,7 +9,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
-from offbeat.wire import triton_kernels
 from offbeat.wire.gpu import launch, topk_constants
 from tests.compile_kernels import outcome
 from tests.wire_cases import CODECS
@@ -18,6 +17,8 @@ TARGET = GPUTarget("cuda", 90, 32)
 
 
 def compile_kernel(codec, encode, option):
+    from offbeat.wire import triton_kernels  # whoever only looks at this file must not decide how Triton runs
+
     if codec.kernel == "topk":
         name = "encode_topk" if encode else "decode_topk"
         constants = topk_constants(codec, codec.layout(codec.block), encode, option)

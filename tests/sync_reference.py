@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 import offbeat
 
-__all__ = ["adamw", "batch", "close", "everyone", "flat", "loss", "make", "sgd", "simulate", "train", "write"]
+__all__ = [
+    "adamw", "batch", "close", "everyone", "flat", "flight_of", "loss", "make", "sgd", "simulate", "train",
+    "wait_for_flight", "write",
+]  # fmt: skip
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -65,6 +68,20 @@ def close(ours: list[Tensor], theirs: list[list[Tensor]], rank: int) -> None:
     assert len(ours) == len(theirs)
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b[rank], rtol=1e-11, atol=1e-12, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+def flight_of(replica: Any) -> Any:
+    """The round in flight of an optimizer with one track."""
+    ((track,),) = replica._tracks._tracks
+    return track.flight
+
+
+def wait_for_flight(replica: Any) -> Any:
+    """Wait until the exchange in the background is over; returns the round, which is not applied."""
+    flight = flight_of(replica)
+    if flight is not None:
+        replica._tracks._driver.wait(flight)
+    return flight
 
 
 def simulate(

@@ -107,10 +107,11 @@ def hierarchies(rank, world):
         assert local.syncs == 5
     # A dimension of a mesh that is no block of ranks: the same places of both sites.
     model = make()
-    local = offbeat.LocalSGD(sgd(model.parameters()), model, every={2: "site"}, subgroup=None, mesh=mesh)
+    local = offbeat.LocalSGD(sgd(model.parameters()), model, every={2: "site", 4: 4}, subgroup=None, mesh=mesh)
+    across = [[0, 2], [1, 3]]
     close(
-        train(model, local, range(5), rank),
-        simulate(4, 5, sgd, lambda s: [[0, 2], [1, 3]] if s % 2 == 0 else []),
+        train(model, local, range(7), rank),
+        simulate(4, 7, sgd, lambda s: everybody if s % 4 == 0 else across if s % 2 == 0 else []),
         rank,
     )
     # Three levels.
@@ -383,7 +384,7 @@ def gradients_of_plain_modules(rank, world):
 @scenario(2, 4)
 def nodes(rank, world):
     """From the launcher's local world size, from LOCAL_RANK where it is set, on a CPU."""
-    from offbeat.sync.groups import node_group
+    from offbeat.wire.groups import node_group
 
     with nodes_of(1):
         assert node_group(dist.group.WORLD) is None
@@ -399,7 +400,7 @@ def nodes(rank, world):
             found = node_group(dist.group.WORLD)
             assert found is None if rank == 3 else dist.get_process_group_ranks(found) == [0, 1, 2]
     from offbeat._torch import timeout_of
-    from offbeat.sync.groups import blocks, twin
+    from offbeat.wire.groups import blocks, twin
 
     # Whatever groups each rank has: torch's own way would wait for ever if these are not equally many.
     dist.new_group([0])

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import threading
-import time
 import warnings
 import weakref
 from typing import Any
@@ -23,8 +22,23 @@ from torch.utils._pytree import tree_leaves
 import offbeat
 from offbeat.rules.rule import Slot, Surface
 from offbeat.sync.undo import Undo
+from offbeat.wire.peers import GroupPeers
 from tests.scenarios import Scenarios
-from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
+from tests.sync_reference import (
+    adamw,
+    batch,
+    close,
+    everyone,
+    flat,
+    flight_of,
+    loss,
+    make,
+    sgd,
+    simulate,
+    train,
+    wait_for_flight,
+    write,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_behaviour"), pytest.mark.timeout(320)]
 
@@ -75,14 +89,14 @@ def training_goes_on_meanwhile(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=8, subgroup=None, delay=6)
     released = threading.Event()
-    real = dist.all_reduce
+    real = GroupPeers.all_reduce
 
     def slow(*args, **kwargs):
-        if threading.current_thread().name == "offbeat-sync":
-            assert released.wait(60)
+        assert threading.current_thread().name == "offbeat-sync"
+        assert released.wait(60)
         return real(*args, **kwargs)
 
-    dist.all_reduce = slow
+    GroupPeers.all_reduce = slow
     try:
         history = []
         for step in range(6):
@@ -95,7 +109,7 @@ def training_goes_on_meanwhile(rank, world):
         history += train(model, local, range(6, 9), rank)
     finally:
         released.set()
-        dist.all_reduce = real
+        GroupPeers.all_reduce = real
     close(history, simulate(2, 9, sgd, lambda s: [[0, 1]] if s % 8 == 0 else [], delay=6), rank)
     local.finish()
 
@@ -134,14 +148,14 @@ def bounded_memory(rank, world):
             with Memory() as memory:
                 local.step()
                 if delay:
-                    local._averaging._flight and local._averaging._flight.wait()
+                    wait_for_flight(local)
             limit = 0.25 * 2**20 + 4096 + (size if delay else 0)
             assert memory.made <= limit, (memory.made, limit)
         torch.testing.assert_close(flat(model), mean)
         with Memory() as memory:  # everything is reused
             for _ in range(2 * 2):
                 local.step()
-            local._averaging.land()
+            local._tracks.land()
         assert memory.made <= 4096, memory.made
         # A ring all-reduce of two ranks sends every byte once.
         assert local.bytes_sent == size * local.syncs
@@ -232,7 +246,7 @@ def ranks_that_differ(rank, world):
     check(nn.Sequential(nn.Linear(3, 4)) if rank else nn.Linear(3, 4), "the names differ")
     module = nn.Linear(3, 4)
     local = offbeat.LocalSGD(torch.optim.SGD(module.parameters(), lr=0.0), module, every=2, subgroup=None)
-    local._schedule.step = 2 * rank
+    local._calendar.step = 2 * rank
     check(module, "rank 0 at step 0, rank 1 at step 2", local)
     averager = offbeat.PeriodicModelAverager(2)
     with pytest.raises(offbeat.Disagreement, match=r"'parameter 0' differs"):
@@ -786,7 +800,7 @@ def save_load_go_on(rank, world):
                         torch.manual_seed(1)
                         model = Norm().double()
                         ddp = DistributedDataParallel(model)
-                        local._averaging.abandon()
+                        local._tracks.abandon()
                         local = offbeat.LocalSGD(adamw(model.parameters()), ddp, subgroup=None, **options)
                         model.load_state_dict(saved[0])
                         local.load_state_dict(saved[1])
@@ -834,7 +848,7 @@ def loading_what_others_saved(rank, world):
 @scenario(2)
 def collectives_that_fail(rank, world):
     """In the first, a middle and the last bucket, at once and late: parameters are as they were before the sync."""
-    real = dist.all_reduce
+    real = GroupPeers.all_reduce
 
     def failing(at: int) -> Any:
         calls = [0]
@@ -861,12 +875,12 @@ def collectives_that_fail(rank, world):
                 bucket_mb=0.0002,
                 undo=undo,
             )
-            dist.all_reduce = failing(at)
+            GroupPeers.all_reduce = failing(at)
             try:
                 with pytest.raises(dist.DistBackendError, match="network"):
                     local.step()
             finally:
-                dist.all_reduce = real
+                GroupPeers.all_reduce = real
             now = [*module.parameters(), *module.buffers()]
             assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True)), (undo, at)
             assert local.steps == 1  # the step was made
@@ -874,14 +888,14 @@ def collectives_that_fail(rank, world):
     local = offbeat.LocalSGD(
         torch.optim.SGD(module.parameters(), lr=0.0), module, every=3, subgroup=None, bucket_mb=0.0002, delay=2
     )
-    dist.all_reduce = failing(4)
+    GroupPeers.all_reduce = failing(4)
     try:
         local.step()
         local.step()
         with pytest.raises(dist.DistBackendError, match="network"):
             local.step()
     finally:
-        dist.all_reduce = real
+        GroupPeers.all_reduce = real
     now = [*module.parameters(), *module.buffers()]
     assert all(torch.equal(a, b) for a, b in zip(now, kept, strict=True))
     dist.barrier()
@@ -892,12 +906,12 @@ def collectives_that_fail(rank, world):
     torch.testing.assert_close(flat(module), mean)
     averager = offbeat.PeriodicModelAverager(2, bucket_mb=0.0002)
     write_back(module, torch.cat([t.reshape(-1) for t in kept[: len(list(module.parameters()))]]))
-    dist.all_reduce = failing(2)
+    GroupPeers.all_reduce = failing(2)
     try:
         with pytest.raises(dist.DistBackendError, match="network"):
             averager.average_parameters(module.parameters())
     finally:
-        dist.all_reduce = real
+        GroupPeers.all_reduce = real
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), kept, strict=False))
     assert averager.step == 1
     dist.barrier()
@@ -909,13 +923,12 @@ def an_interrupted_wait(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, subgroup=None, delay=2)
     train(model, local, range(2), rank)
-    flight = local._averaging._flight
-    real = flight._thread.join
-    flight._thread.join = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    driver = local._tracks._driver
+    driver.wait = lambda one: (_ for _ in ()).throw(KeyboardInterrupt)
     loss(model, batch(2, rank)).backward()
     with pytest.raises(KeyboardInterrupt):
         local.step()
-    flight._thread.join = real
+    del driver.wait
     local.zero_grad()
     train(model, local, range(3, 4), rank)
     expected = simulate(2, 4, sgd, lambda s: [[0, 1]] if s == 0 else [], delay=3)
@@ -976,15 +989,15 @@ def dropped_in_the_middle(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=5, subgroup=None, delay=4)
     train(model, local, range(1), rank)
-    flight, gone = local._averaging._flight, weakref.ref(local)
+    flight, thread, gone = flight_of(local), local._tracks._driver._thread, weakref.ref(local)
     del local
     gc.collect()
     assert gone() is None
-    for _ in range(500):
-        if not flight._thread.is_alive():
-            break
-        time.sleep(0.01)
-    flight.wait()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert flight.error is None
+    assert flight.shares is not None
+    assert flight.track.peers.group is None  # its connection is closed
 
 
 @pytest.mark.parametrize(("world", "name"), scenario.cases)

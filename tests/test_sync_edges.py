@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.wire.peers import GroupPeers
 from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make, sgd
+from tests.sync_reference import batch, everyone, flat, loss, make, sgd, wait_for_flight
 from tests.sync_reference import train as reference_train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_edges"), pytest.mark.timeout(320)]
@@ -59,16 +60,16 @@ def a_failed_sync_under_a_scaler(rank, world):
         model = nn.Linear(1, 1, bias=False)
         optimizer = build(torch.optim.SGD(model.parameters(), lr=1.0), model)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        real = dist.all_reduce
+        real = GroupPeers.all_reduce
         moved = []
         for step in range(4):
             before = model.weight.item()
             scaler.scale(model(torch.ones(1, 1)).sum()).backward()
             if step == 0:
-                dist.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
+                GroupPeers.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
                 with pytest.raises(RuntimeError, match="gone"):
                     scaler.step(optimizer)
-                dist.all_reduce = real
+                GroupPeers.all_reduce = real
             else:
                 scaler.step(optimizer)
             scaler.update()
@@ -261,7 +262,7 @@ def options_that_differ(rank, world):
         ({"every": 4 + rank}, "every"),
         ({"delay": rank}, "delay"),
         ({"state": ("keep", "reset")[rank]}, "state"),
-        ({"every": {2: 1, 4 + rank: 2}}, "every is not the same on every rank: 2: 1, 4: 2 on rank 0"),
+        ({"every": {2: 1, 4 + rank: 2}}, "every of level 1 is not the same on every rank: 4 on rank 0, 5 on rank 1"),
     ):
         model = make()
         with pytest.raises(offbeat.Disagreement, match=words):
@@ -284,25 +285,24 @@ def ddp_over_a_node_alone(rank, world):
 def weights_after_a_failed_late_average(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every={2: 2, 6: 4}, subgroup=None, delay=1, weighted=True)
-    real = dist.all_reduce
+    real = GroupPeers.all_reduce
     for step in range(4):
         local.seen(10)
         loss(model, batch(step, rank)).backward()
         if step == 2:
-            dist.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
+            GroupPeers.all_reduce = lambda *a, **k: (_ for _ in ()).throw(RuntimeError("gone"))
         if step == 3:
             with pytest.raises(RuntimeError, match="gone"):
                 local.step()
         else:
             local.step()
         if step == 2:
-            with pytest.raises(RuntimeError, match="gone"):
-                local._averaging._flight.wait()
-            dist.all_reduce = real
+            local._tracks._driver.wait(local._tracks._tracks[0][0].flight)
+            GroupPeers.all_reduce = real
         local.zero_grad()
         dist.barrier()
     # The average of all ranks came after step 0, the failed one of pairs after step 2.
-    assert local._averaging._seen == [30.0 + 0.0, 30.0]
+    assert [track.seen for (track,) in local._tracks._tracks] == [30.0 + 0.0, 30.0]
 
 
 @scenario(2)
@@ -331,19 +331,17 @@ def one_rank_fails_to_land(rank, world):
     """It begins the next average all the same, and the two do not lose each other."""
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, subgroup=None, delay=2)
-    real, failed = dist.all_reduce, []
+    failed = []
     for step in range(9):
         loss(model, batch(step, rank)).backward()
         if step == 2 and rank == 0:
-            local._averaging._flight.wait()
-            local._averaging._flight._error = MemoryError("no room")
+            wait_for_flight(local).error = MemoryError("no room")
         try:
             local.step()
         except MemoryError:
             failed.append(step)
         local.zero_grad()
     assert failed == ([2] if rank == 0 else [])
-    dist.all_reduce = real
     local.finish()
     assert torch.equal(*everyone(flat(model)))
 
@@ -422,7 +420,7 @@ def one_parameter_twice(rank, world):
     p = nn.Parameter(torch.full((300,), float(rank)))
     others = [nn.Parameter(torch.full((300,), float(rank))) for _ in range(9)]
     averager = offbeat.PeriodicModelAverager(2, bucket_mb=0.002)
-    real, calls = dist.all_reduce, [0]
+    real, calls = GroupPeers.all_reduce, [0]
 
     def failing(*args, **kwargs):
         calls[0] += 1
@@ -430,12 +428,12 @@ def one_parameter_twice(rank, world):
             raise RuntimeError("gone")
         return real(*args, **kwargs)
 
-    dist.all_reduce = failing
+    GroupPeers.all_reduce = failing
     try:
         with pytest.raises(RuntimeError, match="gone"):
             averager.average_parameters([p, p, *others, p])
     finally:
-        dist.all_reduce = real
+        GroupPeers.all_reduce = real
     assert all((one == rank).all() for one in (p, *others))
     dist.barrier()
 
@@ -509,10 +507,10 @@ def copies_of_state(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, subgroup=None, delay=3)
     train(model, local, range(2), rank)
-    saved = local.state_dict()["local_sgd"]
+    ((saved,),) = local.state_dict()["replica"]["tracks"]
     before = copy.deepcopy(saved)
     train(model, local, range(2, 7), rank)
-    assert saved["flight"]["launched"] == before["flight"]["launched"] == 0
+    assert saved["flight"]["step"] == before["flight"]["step"] == 0
     for name, value in before["flight"]["values"].items():
         assert torch.equal(saved["flight"]["values"][name], value)
     local.finish()

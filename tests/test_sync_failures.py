@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
+from offbeat.wire.peers import GroupPeers
 from tests.ranks import rank_context, run_ranks
 from tests.sync_reference import batch, everyone, flat, loss, make
 
@@ -34,7 +35,7 @@ def lose_a_peer(rank: int, store: str, delay: int, how: str, answers: Any) -> No
     local = offbeat.LocalSGD(
         torch.optim.SGD(model.parameters(), lr=0.0), model, every=4, subgroup=None, bucket_mb=0.02, delay=delay
     )
-    real, calls = dist.all_reduce, [0]
+    real, calls = GroupPeers.all_reduce, [0]
 
     def all_reduce(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -44,7 +45,7 @@ def lose_a_peer(rank: int, store: str, delay: int, how: str, answers: Any) -> No
             time.sleep(120)
         return real(*args, **kwargs)
 
-    dist.all_reduce = all_reduce
+    GroupPeers.all_reduce = all_reduce
     before = flat(model)
     error = None
     start = time.monotonic()
@@ -120,6 +121,13 @@ def test_another_number_of_ranks_goes_on_where_two_were(world, delay):
     results = run_ranks(load, world, options, saved, 8)
     assert [start for start, *_ in results] == [6 if delay == 0 else 7] * world
     assert all(torch.equal(one[2], results[0][2]) for one in results)
+    if world == 1:  # what was under way is applied, although there is nobody left to average with
+        ((track,),) = saved[0][1]["replica"]["tracks"]
+        assert track["flight"] is not None
+        forgotten = copy.deepcopy(saved)
+        forgotten[0][1]["replica"]["tracks"][0][0]["flight"] = None
+        without = run_ranks(load, world, options, forgotten, 8)
+        assert not torch.equal(without[0][2], results[0][2])
     assert all(set(one[3]) == {results[0][0] + 8.0} for one in results)
     if delay == 0:
         # Everybody had the same parameters (an average had just been made) and after step 13 = 1 + 3 * 4 has again.
@@ -138,7 +146,7 @@ def through_dcp(rank: int, world: int, folder: str) -> Any:
             if stop and step == 6:
                 contents = {f"model{rank}": model.state_dict(), f"optimizer{rank}": local.state_dict()}
                 dcp.save(contents, checkpoint_id=folder)
-                local._averaging.abandon()
+                local._tracks.abandon()
                 model = make(seed=3)
                 local = offbeat.LocalSGD(
                     offbeat.AdamW(model.parameters(), lr=0.01), model, every=4, subgroup=None, delay=3

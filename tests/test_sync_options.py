@@ -12,8 +12,8 @@ from torch import nn
 import offbeat
 from offbeat.sync.agreement import Shares
 from offbeat.sync.buckets import cut
+from offbeat.sync.calendar import Calendar, Entry
 from offbeat.sync.items import Item
-from offbeat.sync.schedule import Schedule
 
 pytestmark = pytest.mark.xdist_group("sync_options")
 
@@ -120,33 +120,40 @@ def test_it_is_an_optimizer_but_not_a_copy(alone):
         scaler.step(local, lambda: 1.0)
 
 
+def level_of(due):
+    """The level of the one fragment that is due, or None."""
+    ((level, part),) = due or [(None, 0)]
+    assert part == 0
+    return level
+
+
 def test_schedule_of_numbers():
-    schedule = Schedule([2, 6], 3)
+    schedule = Calendar([Entry(2), Entry(6)], 3)
     due = []
     for _ in range(14):
-        due.append(schedule.due())
+        due.append(level_of(schedule.due()))
         schedule.advance()
     assert due == [None, None, None, 1, None, 0, None, 0, None, 1, None, 0, None, 0]
 
 
 def test_schedule_of_functions():
-    schedule = Schedule([lambda s: 2, lambda s: 5], lambda s: s < 3)
+    schedule = Calendar([Entry(lambda s: 2), Entry(lambda s: 5)], lambda s: s < 3)
     due = []
     for _ in range(14):
-        level = schedule.due()
+        level = level_of(schedule.due())
         if level is not None:
-            schedule.averaged(level)
+            schedule.exchanged(level)
         due.append(level)
         schedule.advance()
     # A higher level does for the lower one too.
     assert due == [None, None, None, 1, None, 0, None, 0, 1, None, 0, None, 0, 1]
-    again = Schedule([lambda s: 2, lambda s: 5], lambda s: pytest.fail("warm-up was over"))
+    again = Calendar([Entry(lambda s: 2), Entry(lambda s: 5)], lambda s: pytest.fail("warm-up was over"))
     again.load_state_dict(schedule.state_dict())
     assert again.is_local
     assert [again.due(), again.step] == [schedule.due(), 14]
     for bad, error in ((0, ValueError), (1.5, TypeError), (None, TypeError)):
         with pytest.raises(error, match="what every returned for step 0"):
-            Schedule([lambda s, bad=bad: bad], 0).due()
+            Calendar([Entry(lambda s, bad=bad: bad)], 0).due()
 
 
 def test_warmup_is_asked_once_a_step_and_not_after_it_is_over():
@@ -156,7 +163,7 @@ def test_warmup_is_asked_once_a_step_and_not_after_it_is_over():
         asked.append(step)
         return step < 2
 
-    schedule = Schedule([1], warm)
+    schedule = Calendar([Entry(1)], warm)
     for _ in range(5):
         assert schedule.is_local is (schedule.step >= 2)  # looking decides nothing
         assert [schedule.settle() for _ in range(3)] == [schedule.step >= 2] * 3

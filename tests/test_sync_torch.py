@@ -18,7 +18,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer as TorchPostLocalSGDOp
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.sync import groups
+from offbeat.wire import groups
 from tests.scenarios import Scenarios
 from tests.sync_reference import batch, everyone, flat, loss, make
 

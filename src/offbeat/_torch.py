@@ -505,6 +505,16 @@ def count_groups() -> int:
     return -1 if names is None else len(names)
 
 
+def has_store() -> bool:
+    """Whether the store in which the ranks of the default group met can be used."""
+    return _get("torch.distributed.distributed_c10d._get_default_store") is not None
+
+
+def default_store() -> Any:
+    """The store in which the ranks of the default group met."""
+    return _get("torch.distributed.distributed_c10d._get_default_store")()
+
+
 def flat_mesh(mesh: Any, name: str) -> Any:
     """All dimensions of a DeviceMesh as one."""
     require("mesh")
@@ -761,6 +771,11 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "ProcessGroup._get_backend, Backend.Options._timeout", "how long a group waits",
         "groups made from it wait as long as torch's default", lambda: _has(_GROUP, "_get_backend"),
+    ),
+    Private(
+        "torch.distributed.distributed_c10d._get_default_store",
+        "connections of our own between ranks, which can be made anew after a failure",
+        "process groups of torch.distributed are used, and a collective that fails ends averaging", has_store,
     ),
     Private(
         "torch.distributed.distributed_c10d._world", "how many groups there are, which goes into their names",

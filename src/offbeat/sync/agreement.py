@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from offbeat.sync.groups import meeting_device, members
 from offbeat.sync.items import Item, describe, local_part
+from offbeat.wire.peers import Peers
 
 __all__ = ["Disagreement", "Shares", "agree", "check_same_options", "check_same_values", "name_difference"]
 
@@ -33,6 +32,9 @@ class Shares:
         same_state: whether all ranks have the same optimizer state to average.
         moved: which ranks have made a step since the last average.
         state_keys: for each column of ``FoundKeys``, the largest value on any rank.
+        rounds: how many rounds of this track each rank has completed.
+        finite: which ranks have only finite numbers to exchange.
+        unchecked: whether any rank has anchors that have not been compared yet.
     """
 
     factor: float
@@ -43,6 +45,9 @@ class Shares:
     same_state: bool = True
     moved: tuple[bool, ...] = ()
     state_keys: tuple[int, ...] = ()
+    rounds: tuple[int, ...] = ()
+    finite: tuple[bool, ...] = ()
+    unchecked: bool = False
 
     @staticmethod
     def of(weights: Sequence[float], me: int, **more: Any) -> Shares:
@@ -57,7 +62,7 @@ class Shares:
 
 
 def agree(
-    group: Any,
+    peers: Peers,
     step: int,
     digests: Sequence[int],
     weight: float,
@@ -66,8 +71,12 @@ def agree(
     done: bool = False,
     moved: bool = True,
     state_keys: Sequence[int] = (),
+    rounds: int = 0,
+    finite: bool = True,
+    unchecked: bool = False,
+    leave_out: bool = False,
 ) -> Shares:
-    """Compare the step and the items of all ranks of a group, and collect their weights.
+    """Compare the step and the items of all ranks, and collect their weights.
 
     Args:
         step: the step after which ranks exchange.
@@ -78,16 +87,31 @@ def agree(
         done: whether this rank has run out of data.
         moved: whether this rank has made a step since the last average.
         state_keys: the columns of this rank's ``FoundKeys``.
+        rounds: how many rounds this rank has completed.
+        finite: whether all numbers of this rank are finite.
+        unchecked: whether this rank has anchors that have not been compared yet.
+        leave_out: whether ranks with numbers that are not finite get no weight.
     """
-    ranks = members(group)
-    device = meeting_device(group)
+    ranks = peers.ranks
     bits = struct.unpack("<q", struct.pack("<d", weight))[0]
     first, second, *state = (*digests, 0, 0)[:4]
-    numbers = [step, first, second, *state, bits, int(done), int(moved), *state_keys]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(mine) for _ in ranks]
-    dist.all_gather(rows, mine, group=group)
-    table = torch.stack(rows).tolist()
+    numbers = [
+        step,
+        first,
+        second,
+        *state,
+        bits,
+        int(done),
+        int(moved),
+        rounds,
+        int(finite),
+        int(unchecked),
+        *state_keys,
+    ]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=peers.device)
+    rows = torch.empty(len(numbers) * peers.size, dtype=torch.int64, device=peers.device)
+    peers.all_gather(rows, mine).wait()
+    table = rows.view(peers.size, -1).tolist()
     if len({row[0] for row in table}) > 1:
         where = ", ".join(f"rank {rank} at step {row[0]}" for rank, row in zip(ranks, table, strict=True))
         raise Disagreement(
@@ -95,22 +119,27 @@ def agree(
             "that has no data left), and load checkpoints of the same step"
         )
     if len({(row[1], row[2]) for row in table}) > 1:
-        name_difference(group, ranks, items())
+        name_difference(peers, items())
     weights = [struct.unpack("<d", struct.pack("<q", row[5]))[0] for row in table]
+    sound = tuple(bool(row[9]) for row in table)
+    if leave_out:
+        weights = [w if ok else 0.0 for w, ok in zip(weights, sound, strict=True)]
     return Shares.of(
         weights,
-        ranks.index(dist.get_rank()),
+        peers.rank,
         all_done=all(row[6] for row in table),
         same_state=len({(row[3], row[4]) for row in table}) == 1,
         moved=tuple(bool(row[7]) for row in table),
-        state_keys=tuple(max(column) for column in zip(*(row[8:] for row in table), strict=True)),
+        state_keys=tuple(max(column) for column in zip(*(row[11:] for row in table), strict=True)),
+        rounds=tuple(row[8] for row in table),
+        finite=sound,
+        unchecked=any(row[10] for row in table),
     )
 
 
-def name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None:
-    """Raise the same error on every rank of a group: the first difference between their lists of items."""
-    lists: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(lists, describe(items), group=group)
+def name_difference(peers: Peers, items: Sequence[Item]) -> None:
+    """Raise the same error on every rank: the first difference between their lists of items."""
+    ranks, lists = peers.ranks, peers.gather_objects(describe(items))
     for i in range(max(map(len, lists))):
         here: dict[str, list[int]] = {}
         for rank, rows in zip(ranks, lists, strict=True):
@@ -128,33 +157,30 @@ def name_difference(group: Any, ranks: list[int], items: Sequence[Item]) -> None
     raise Disagreement("ranks did not agree on what to average, but their lists are the same now; call step() again")
 
 
-def check_same_values(items: Sequence[Item], group: Any) -> None:
+def check_same_values(items: Sequence[Item], peers: Peers) -> None:
     """Raise on every rank unless the items have the same values on every rank."""
-    ranks = members(group)
+    ranks = peers.ranks
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = []
     for item in items:
         part = local_part(item.tensor).contiguous()
         sums.append((item.name, int(part.view(-1).view(kinds[part.itemsize]).sum(dtype=torch.int64))))
-    lists: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(lists, sums, group=group)
+    lists = peers.gather_objects(sums)
     if len({tuple(name for name, _ in rows) for rows in lists}) > 1:
-        name_difference(group, ranks, items)
+        name_difference(peers, items)
     for rows in zip(*lists, strict=True):
         if len(set(rows)) > 1:
             other = [rank for rank, row in zip(ranks, rows, strict=True) if row != rows[0]]
             raise Disagreement(
                 f"replicas do not start from the same parameters: {rows[0][0]!r} of {_ranks(other)} differs from rank "
-                f"{ranks[0]}'s, and averaging gradients would not make them equal; use the same seed on every rank, "
-                "broadcast the parameters, or wrap the module in DistributedDataParallel over all ranks"
+                f"{ranks[0]}'s; use the same seed on every rank, pass sync_init=True to start from the first rank's "
+                "parameters, or wrap the module in DistributedDataParallel over all ranks"
             )
 
 
-def check_same_options(options: Mapping[str, Any], group: Any) -> None:
+def check_same_options(options: Mapping[str, Any], peers: Peers) -> None:
     """Raise on every rank unless all ranks have the same options."""
-    ranks = members(group)
-    lists: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(lists, dict(options), group=group)
+    ranks, lists = peers.ranks, peers.gather_objects(dict(options))
     for name in options:
         here: dict[str, list[int]] = {}
         for rank, given in zip(ranks, lists, strict=True):

@@ -6,11 +6,11 @@ import warnings
 import weakref
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.ddp import CommHook, as_it_is, mean_of_bucket
+from offbeat.wire.groups import members
 
 __all__ = ["Local", "attach"]
 
@@ -86,7 +86,7 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
     attachment = _Attachment(optimizer, ddp, comm_hook)
     hook.reduce_with(attachment)
     weakref.finalize(optimizer, attachment.remove, hook).atexit = False
-    if ddp.find_unused_parameters and dist.get_world_size(ddp.process_group) > 1:
+    if ddp.find_unused_parameters and len(members(ddp.process_group)) > 1:
         warnings.warn(
             "find_unused_parameters=True makes DistributedDataParallel ask all ranks at every step which parameters "
             "they used, also after warm-up; the numbers are right, but every step waits for the slow link",

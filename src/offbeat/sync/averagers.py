@@ -15,16 +15,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
 
 from offbeat.sync.agreement import agree
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.groups import blocks, is_member, whole
 from offbeat.sync.items import Digest, Item
+from offbeat.sync.rounds import vote
 from offbeat.sync.warmup import check_warmup
+from offbeat.wire.groups import blocks, is_member, members, whole
+from offbeat.wire.peers import GroupPeers
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
 
@@ -59,9 +60,10 @@ class ModelAverager(TorchModelAverager):
 
     def _average(self, params: Any, group: Any) -> None:
         items = _items(params)
-        if is_member(group) and dist.get_world_size(group) > 1:
-            shares = agree(group, self.step, self._digest.of(items), 1.0, lambda: items)
-            self._exchange.average(items, group, shares)
+        if is_member(group) and len(members(group)) > 1:
+            peers = GroupPeers(group, members(group))
+            shares = agree(peers, self.step, self._digest.of(items), 1.0, lambda: items)
+            self._exchange.average(items, peers, shares, lambda: vote(peers))
 
 
 class PeriodicModelAverager(ModelAverager):
@@ -151,7 +153,7 @@ class HierarchicalModelAverager(ModelAverager):
             )
         if self._periods[-1] == 1:
             warnings.warn(_EVERY_STEP.format("the maximum period in arg ``period_group_size_dict`` is 1"), stacklevel=2)
-        size = dist.get_world_size(self.process_group)
+        size = len(members(self.process_group))
         last = list(period_group_size_dict.values())[-1]
         if last != size:
             raise ValueError(

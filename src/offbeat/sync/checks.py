@@ -7,31 +7,42 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat.sync.groups import members, node_group
 from offbeat.sync.wrapper import OptimizerWrapper
+from offbeat.wire.base import Codec
+from offbeat.wire.groups import node_group
+from offbeat.wire.peers import GroupPeers, Peers
 
-__all__ = ["check_cover", "check_delay", "check_module", "find_subgroup", "in_words"]
+__all__ = ["check_cover", "check_levels", "check_module", "find_subgroup", "in_words"]
 
 
-def check_delay(delay: int, every: Any) -> None:
-    """Raise unless a delayed average is applied before the next one begins."""
-    if isinstance(delay, bool) or not isinstance(delay, int):
-        raise TypeError(f"delay must be a number of steps, but got {delay!r}")
-    if delay < 0:
-        raise ValueError(f"delay must be at least 0 steps, but got {delay}")
-    periods = list(every) if isinstance(every, Mapping) else every
-    periods = [pair if isinstance(pair, int) else pair[0] for pair in periods] if isinstance(periods, list) else [every]
-    for period in periods:
-        if isinstance(period, int) and delay > period:
+def check_levels(levels: Any, state: Any) -> list[Any]:
+    """The levels as a list. Raises if they cannot be used together."""
+    from offbeat.sync.level import Level
+
+    found: list[Any] = [levels] if isinstance(levels, Level) else list(levels)
+    for level in found:
+        if not isinstance(level, Level):
+            raise TypeError(f"levels must be a list of offbeat.Level, but got {level!r} in it")
+    if not found:
+        raise ValueError("there must be at least one level, but levels is empty")
+    for i, level in enumerate(found):
+        if level.parts > 1 and state != "keep":
             raise ValueError(
-                f"delay={delay} is longer than the {period} steps between averages, but only one can be in flight; "
-                f"use a delay of at most {period}"
+                f"state={state!r} cannot be used with fragments, which are exchanged at different steps; use "
+                "state='keep'"
             )
+        lower = [one for one in found[:i] if one.outer is not None]
+        if lower and level.outer is None and level.delay:
+            raise ValueError(
+                "a level with a delay and without an outer optimizer cannot be above one with an outer optimizer: what "
+                "it adds differs from rank to rank, and the anchors of the lower level would not be the same; use "
+                "delay=0 or give it an outer optimizer"
+            )
+    return found
 
 
 def check_module(opt: Any, module: Any) -> None:
@@ -56,30 +67,38 @@ def in_words(option: Any) -> str:
         return ", ".join(f"{in_words(key)}: {in_words(value)}" for key, value in option.items())
     if isinstance(option, (list, tuple)):
         return ", ".join(map(in_words, option))
-    if option is None or isinstance(option, (int, float, str)):
+    if option is None or isinstance(option, (int, float, str, torch.dtype)):
         return str(option)
+    if isinstance(option, Codec):
+        return repr(option)
     return f"function {getattr(option, '__name__', '')}" if callable(option) else type(option).__name__
 
 
-def find_subgroup(subgroup: Any, group: Any, sharded: bool) -> Any:
-    """The process group that averages gradients after warm-up, or None."""
+def find_subgroup(subgroup: Any, everyone: Peers, sharded: bool) -> Peers | None:
+    """The ranks that average gradients after warm-up, or None."""
+    from offbeat.sync.members import peers_of
+
     if isinstance(subgroup, str):
         if subgroup != "node":
             raise ValueError(f"subgroup must be 'node', a process group or None, but got {subgroup!r}")
-        # A sharded module reduces its gradients itself.
-        return None if sharded or dist.get_world_size(group) == 1 else node_group(group)
+        # A sharded module reduces its gradients itself, and simulated ranks are hosts of their own.
+        if sharded or everyone.size == 1 or not isinstance(everyone, GroupPeers):
+            return None
+        node = node_group(everyone.group)
+        return None if node is None else peers_of(node)
     if subgroup is None:
         return None
-    if dist.get_rank() not in members(subgroup):
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in its subgroup {members(subgroup)}; pass a group that contains it"
-        )
-    return subgroup if dist.get_world_size(subgroup) > 1 else None
+    try:
+        found = peers_of(subgroup)
+    except ValueError:
+        me = everyone.ranks[everyone.rank]
+        raise ValueError(f"rank {me} is not in its subgroup; pass a group that contains it") from None
+    return found if found.size > 1 else None
 
 
-def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor], group: Any) -> None:
+def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor], ranks: int) -> None:
     """Raise unless the DDP module and the optimizer train the same parameters."""
-    if ddp is None or dist.get_world_size(group) == 1:
+    if ddp is None or ranks == 1:
         return
     ours = {id(p) for p in params.values()}
     theirs = {id(p): name for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}

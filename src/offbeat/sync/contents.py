@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat.engine.tensors import local
 from offbeat.sync.buffer_policy import buffer_items
 from offbeat.sync.items import Digest, Item
 from offbeat.sync.state_policy import FoundKeys, reset_state, state_items
@@ -48,7 +49,9 @@ class Contents:
         nobody = (None, "")
         if any(self._names.get(id(p), nobody)[0] is not p for p in self._all()):
             named = self._module.named_parameters(remove_duplicate=False)
-            self._names = {id(p): (p, "") for p in self._all()} | {id(p): (p, name) for name, p in named}
+            self._names = {id(p): (p, "") for p in self._all()}
+            for name, p in reversed(list(named)):  # of tied weights the first name, as named_parameters() has it
+                self._names[id(p)] = (p, name)
         names, found = self._names, {}
         for i, group in enumerate(self.optimizer.param_groups):
             for j, p in enumerate(group["params"]):
@@ -56,10 +59,17 @@ class Contents:
                     found[names[id(p)][1] or f"parameter {j} of group {i}"] = p
         return found
 
-    def items(self) -> list[Item]:
-        """Parameters and buffers to average."""
-        items = [Item(name, p) for name, p in self.params().items()]
-        return items + buffer_items(self._module, self._buffers, self._ignored)
+    def buffers(self) -> list[Item]:
+        """Buffers to average."""
+        return buffer_items(self._module, self._buffers, self._ignored)
+
+    def groups(self) -> list[tuple[list[str], Any]]:
+        """The optimizer's groups: the names of their parameters, and their learning rates."""
+        names = {id(p): name for name, p in self.params().items()}
+        return [
+            ([names[id(p)] for p in group["params"] if id(p) in names], group.get("lr"))
+            for group in self.optimizer.param_groups
+        ]
 
     def state_items(self) -> list[Item]:
         """Optimizer state to average."""
@@ -81,6 +91,15 @@ class Contents:
     def reset_state(self) -> None:
         """After an average: reset state where the policy says so."""
         reset_state(self.optimizer, self._state)
+
+    @torch.no_grad()
+    def mend_state(self) -> None:
+        """Set numbers of the optimizer's state that are not finite to zero, after parameters were taken over."""
+        for entry in self.optimizer.state.values():
+            for value in entry.values() if isinstance(entry, dict) else ():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    part = local(value)
+                    part.copy_(part.nan_to_num(0.0, 0.0, 0.0))
 
     def averaged(self) -> list[int]:
         """The positions of parameters that have been averaged, for a checkpoint."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.engine.tensors import local
@@ -20,6 +19,8 @@ from offbeat.sync.agreement import Shares
 from offbeat.sync.buckets import Bucket, Slots, cut
 from offbeat.sync.items import FIRST, Item
 from offbeat.sync.undo import Undo
+from offbeat.wire.ordered import ordered_sum
+from offbeat.wire.peers import Peers
 
 __all__ = ["Exchange"]
 
@@ -32,6 +33,7 @@ class Exchange:
         reduce_dtype: the dtype in which floating-point numbers are reduced, if it is wider than their own.
         undo: where old values are kept until an exchange has succeeded; see :class:`offbeat.sync.undo.Undo`.
         remember: cache the buckets, which keeps the items alive; not for gradients, which must be freed.
+        ordered: sum in rank order, so that the result does not depend on the backend.
 
     Attributes:
         bytes_sent: the bytes this rank has sent, counted as for a ring all-reduce of :math:`n` ranks:
@@ -39,9 +41,16 @@ class Exchange:
     """
 
     def __init__(
-        self, bucket_bytes: int, reduce_dtype: torch.dtype | None = None, undo: str = "auto", *, remember: bool = True
+        self,
+        bucket_bytes: int,
+        reduce_dtype: torch.dtype | None = None,
+        undo: str = "auto",
+        *,
+        remember: bool = True,
+        ordered: bool = False,
     ) -> None:
         self.bytes_sent = 0
+        self.bucket_bytes, self.ordered = bucket_bytes, ordered
         self._remember = remember
         self.reduce_dtype = reduce_dtype
         self._slots = Slots(bucket_bytes)
@@ -50,15 +59,23 @@ class Exchange:
         self._buckets: list[Bucket] = []
 
     @torch.no_grad()
-    def average(self, items: Sequence[Item], group: Any, shares: Shares) -> None:
-        """Replace items by their mean. If a collective fails, items keep their values and its error is raised."""
+    def average(
+        self, items: Sequence[Item], peers: Peers, shares: Shares, vote: Callable[[], None] = lambda: None
+    ) -> None:
+        """Replace items by their mean. If a collective fails, items keep their values and its error is raised.
+
+        Args:
+            vote: called when every result has arrived and can still be taken back; raises if it must be.
+        """
         buckets = self._cut(items)
         changed: list[Bucket] = []
         # If all results fit into the slots, they stay there until the last one has arrived, and nothing must be undone.
         fits = len(buckets) <= Slots.COUNT
 
         def commit(bucket: Bucket, flat: Tensor, last: bool) -> None:
-            if self._undo.is_on and not (fits or last):
+            if last and not fits:
+                vote()  # the last result is still in its slot, and the others can be restored
+            elif self._undo.is_on and not fits:
                 was = self._slots.get(2, bucket.size, bucket.pieces[0].dtype, bucket.device)
                 bucket.pack(was)
                 self._undo.keep(was)
@@ -66,7 +83,7 @@ class Exchange:
             bucket.unpack(flat)
 
         try:
-            self.reduce(buckets, group, shares, commit, wait_for_all=fits)
+            self.reduce(buckets, peers, shares, commit, before_any=vote if fits else None)
         except BaseException:
             for index in reversed(range(min(len(changed), len(self._undo)))):
                 bucket = changed[index]
@@ -81,23 +98,24 @@ class Exchange:
     def reduce(
         self,
         buckets: Sequence[Bucket],
-        group: Any,
+        peers: Peers,
         shares: Shares,
         commit: Callable[[Bucket, Tensor, bool], None],
         *,
-        wait_for_all: bool = False,
+        before_any: Callable[[], None] | None = None,
     ) -> None:
         """Reduce the buckets in order, and call ``commit(bucket, result, last)`` for each of them.
 
         The pieces are not changed.
 
         Args:
-            wait_for_all: commit only when all buckets are reduced; there must be no more buckets than slots.
+            before_any: called when all buckets are reduced, before the first is committed; there must be no more
+                buckets than slots.
         """
         assert not shares.nobody, "a mean needs at least one rank with a weight"
-        ranks = dist.get_world_size(group)
+        ranks = peers.size
         on_the_way: deque[tuple[Bucket, Tensor, Any]] = deque()
-        slots = Slots.COUNT if wait_for_all else 2
+        slots = 2 if before_any is None else Slots.COUNT
         left = len(buckets)
 
         def land() -> None:
@@ -113,15 +131,18 @@ class Exchange:
                     land()
                 flat = self._slots.get(index % slots, bucket.size, bucket.dtype, bucket.device)
                 _fill(bucket, flat, shares)
-                on_the_way.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
+                work = ordered_sum(peers, flat) if self.ordered else peers.all_reduce(flat)
+                on_the_way.append((bucket, flat, work))
                 self.bytes_sent += 2 * (ranks - 1) * flat.numel() * flat.itemsize // ranks
-            if wait_for_all:
+            if before_any is not None:
                 for *_, work in on_the_way:
                     work.wait()
+                before_any()
             while on_the_way:
                 land()
         except BaseException:
             self._slots.drop()
+            on_the_way.clear()  # what is under way would keep the connection open
             raise
 
     def cut_for_background(self, item: Item, device: torch.device) -> list[Bucket]:
@@ -155,8 +176,9 @@ def _fill(bucket: Bucket, flat: Tensor, shares: Shares) -> None:
         flat.zero_()  # not multiplied by 0: a rank without a weight may hold inf or NaN
     else:
         source = flat
-        if len(bucket.pieces) == 1 and bucket.pieces[0].device == flat.device and bucket.pieces[0].dim() == 1:
-            source = bucket.pieces[0]  # copied and scaled in one pass over memory
+        piece = bucket.pieces[0]
+        if len(bucket.pieces) == 1 and (piece.device, piece.dtype, piece.dim()) == (flat.device, flat.dtype, 1):
+            source = piece  # copied and scaled in one pass over memory; of another dtype it would be scaled in its own
         else:
             bucket.pack(flat)
         if shares.divisor is not None:

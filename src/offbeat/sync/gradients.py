@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.sync.agreement import Shares, name_difference
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.groups import meeting_device, members
 from offbeat.sync.items import Digest, Item
+from offbeat.wire.peers import Peers
 
 __all__ = ["GradientMean"]
 
@@ -52,8 +51,8 @@ class GradientMean:
         self._hooks = {}
 
     @torch.no_grad()
-    def average(self, params: Mapping[str, Tensor], group: Any, *, found: bool = False, absent: bool = False) -> bool:
-        """Average gradients of these parameters over a group, if any rank has got new ones.
+    def average(self, params: Mapping[str, Tensor], peers: Peers, *, found: bool = False, absent: bool = False) -> bool:
+        """Average gradients of these parameters over all peers, if any rank has got new ones.
 
         A rank that has none for a parameter counts as zero; what no rank has stays None.
 
@@ -65,22 +64,22 @@ class GradientMean:
             Whether a rank's gradients are not finite.
         """
         self.watch(params)
-        device, ranks = meeting_device(group), dist.get_world_size(group)
+        device, ranks = peers.device, peers.size
         items = [Item(name, p) for name, p in params.items()]
         bits = self._digest.of(items)
         # Of the same size on every rank, whatever ranks are about to do: the largest of all, and of all negated.
         news = [int(found), int(self._is_new and not absent), *bits, *(-bit - 1 for bit in bits)]
         header = torch.tensor(news, dtype=torch.int64, device=device)
-        dist.all_reduce(header, dist.ReduceOp.MAX, group=group)
+        peers.all_reduce(header, "max").wait()
         any_found, any_new, *most = header.tolist()
         if most[:2] != [-bit - 1 for bit in most[2:]]:
-            name_difference(group, members(group), items)
+            name_difference(peers, items)
         self._is_new = False
         if not any_new:
             return bool(any_found)
         every = list(params.values())
         used = torch.tensor([0 if absent or p.grad is None else 1 for p in every], dtype=torch.uint8, device=device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+        peers.all_reduce(used, "max").wait()
         grads = []
         for p, wanted in zip(every, used.tolist(), strict=True):
             if not wanted:
@@ -96,6 +95,6 @@ class GradientMean:
                 )
             else:
                 grads.append(p.grad)
-        shares = Shares(1 / ranks, ranks, dist.get_rank(group) == 0)
-        self._exchange.average([Item(str(i), g) for i, g in enumerate(grads)], group, shares)
+        shares = Shares(1 / ranks, ranks, peers.rank == 0)
+        self._exchange.average([Item(str(i), g) for i, g in enumerate(grads)], peers, shares)
         return bool(any_found)

@@ -53,6 +53,8 @@ def describe(items: Sequence[Item]) -> list[tuple[str, str]]:
 def _form(item: Item) -> str:
     tensor = item.tensor
     words = f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+    if tensor.device.type != "cpu":
+        words += f" on {tensor.device.type}"
     if is_dtensor(tensor):
         shape, offset = shard_place(tensor)
         words += f", shard {shape} at {offset}"
@@ -79,7 +81,10 @@ class Digest:
 
     def of(self, items: Sequence[Item]) -> tuple[int, int]:
         """The hash of these items, as two numbers."""
-        key = [(item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.stride()) for item in items]
+        key = [
+            (item.name, item.how, item.tensor.shape, item.tensor.dtype, item.tensor.device, item.tensor.stride())
+            for item in items
+        ]
         if key != self._key:
             self._key, self._bits = key, _digest(items)
         return self._bits

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.distributed.algorithms.join import JoinHook
 
-__all__ = ["LocalSGDJoinHook"]
+__all__ = ["ReplicaJoinHook"]
 
 
-class LocalSGDJoinHook(JoinHook):
+class ReplicaJoinHook(JoinHook):
     """On a rank that has run out of data, takes part in the collectives of the others with a weight of zero."""
 
     def __init__(self, optimizer: Any) -> None:

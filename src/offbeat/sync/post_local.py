@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from torch.futures import Future
 from torch.optim import Optimizer
 
 from offbeat.ddp import as_it_is, mean_of_bucket
-from offbeat.sync.groups import host_group, whole
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.wrapper import OptimizerWrapper
+from offbeat.wire.groups import host_group, members, whole
 
 __all__ = ["PostLocalSGDOptimizer", "PostLocalSGDState", "post_localSGD_hook", "post_local_sgd_hook"]
 
@@ -92,8 +91,8 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
 
 
 def _host_of(everyone: Any) -> Any:
-    group, ranks = host_group(everyone), dist.get_world_size(everyone)
-    if ranks > 1 and dist.get_world_size(group) == ranks:
+    group, ranks = host_group(everyone), len(members(everyone))
+    if ranks > 1 and len(members(group)) == ranks:
         warnings.warn(
             f"all {ranks} ranks are on one host, so their gradients are averaged at every step after warm-up too, and "
             "averaging parameters changes nothing; pass a smaller subgroup to PostLocalSGDState, or "
@@ -150,7 +149,8 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
         """Load a checkpoint of this class, of torch's, or of the optimizer alone (which restarts warm-up)."""
         state_dict = self._begin_load(state_dict)
         step = state_dict.pop("step", None)
-        if (state_dict.pop("local_sgd", None) or {}).get("flight") is not None:
+        tracks = (state_dict.pop("replica", None) or {}).get("tracks") or []
+        if any(track["flight"] is not None for level in tracks for track in level):
             warnings.warn(
                 "the checkpoint has an average in flight, which PostLocalSGDOptimizer cannot apply; it is dropped. "
                 "Load the checkpoint into LocalSGD to continue exactly",

@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +22,7 @@ from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.lookup import rule_class
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 from offbeat.sync.items import Item
+from offbeat.wire.peers import Peers
 
 __all__ = ["FoundKeys", "check_state", "reset_state", "state_items"]
 
@@ -113,8 +113,8 @@ class FoundKeys:
         found = [_NOT_RESETTABLE if key in fixed else int(key in self._known) for key in self._keys]
         self.columns = [int(bool(self._known)), *found]
 
-    def check(self, columns: Sequence[int], group: Any) -> None:
-        """Raise the same error on every rank of the group if a key is found nowhere, or cannot be reset.
+    def check(self, columns: Sequence[int], peers: Peers) -> None:
+        """Raise the same error on every rank if a key is found nowhere, or cannot be reset.
 
         Args:
             columns: the largest value on any rank, for each of :attr:`columns`.
@@ -123,8 +123,7 @@ class FoundKeys:
             return
         for key, found in zip(self._keys, columns[1:], strict=True):
             if found == _ABSENT:
-                everyone: list[Any] = [set()] * dist.get_world_size(group)
-                dist.all_gather_object(everyone, self._known, group=group)
+                everyone = peers.gather_objects(self._known)
                 raise _no_such_key(key, self._optimizer, set().union(*everyone))
             if found == _NOT_RESETTABLE:
                 raise TypeError(

@@ -4,45 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.kernels import all_finite
+from offbeat.wire.peers import Peers, Work
 from offbeat.wire.scratch import Scratch
 
-__all__ = ["CodedMean", "Peers", "Work"]
+__all__ = ["CodedMean"]
 
 #: Bytes before the codes of a message: a status, and zeros that keep the codes aligned.
 HEADER = 8
 _HERE, _ABSENT, _BAD = 0, 1, 2
-
-
-class Work(Protocol):
-    """A collective that has been started."""
-
-    def wait(self) -> object:
-        """Block until it is done. Raises if it failed."""
-
-
-class Peers(Protocol):
-    """The ranks that exchange codes, and how. All tensors are flat and uint8."""
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-
-    @property
-    def size(self) -> int:
-        """How many there are."""
-
-    def all_gather(self, out: Tensor, mine: Tensor) -> Work:
-        """Put everyone's ``mine``, in the order of ranks, in ``out``."""
-
-    def all_to_all(self, out: Tensor, mine: Tensor, out_splits: list[int], in_splits: list[int]) -> Work:
-        """Send each rank its part of ``mine``, and put what they send here in ``out``, in the order of ranks."""
 
 
 class CodedMean:

@@ -11,19 +11,17 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.codec import make_codec
-from offbeat.wire.coded import CodedMean, Work
+from offbeat.wire.coded import CodedMean
 from offbeat.wire.feedback import ErrorFeedback
+from offbeat.wire.groups import members, whole
+from offbeat.wire.peers import GroupPeers, Work
 
 __all__ = ["CodecState", "codec_hook"]
-
-# New in torch 2.13, which warns of the old name.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class CodecState:
@@ -96,7 +94,8 @@ class _Bucket:
         device = self._buffer.device
         self.future: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
         self.is_done = False
-        peers = _GroupPeers(state.process_group)
+        group = whole(state.process_group)
+        peers = GroupPeers(group, members(group))
         values = self._buffer if self._buffer.dtype == torch.float32 else self._buffer.to(torch.float32)
         values.div_(peers.size)
         self._sum, self._pending = values, None
@@ -129,22 +128,6 @@ class _Bucket:
         self.is_done = True
         self.future.set_result(self._buffer)
         return True
-
-
-class _GroupPeers:
-    """A process group as :class:`~offbeat.wire.coded.Peers`."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-
-    def all_gather(self, out: Tensor, mine: Tensor) -> Work:
-        work: Work = _all_gather(out, mine, group=self._group, async_op=True)
-        return work
-
-    def all_to_all(self, out: Tensor, mine: Tensor, out_splits: list[int], in_splits: list[int]) -> Work:
-        work: Work = dist.all_to_all_single(out, mine, out_splits, in_splits, group=self._group, async_op=True)
-        return work
 
 
 def _layout(bucket: Any) -> tuple[int, ...]:

@@ -13,16 +13,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat import _torch
-from offbeat.sync.quiet import quiet_new_threads
+from offbeat.wire.quiet import quiet_new_threads
 
 __all__ = [
+    "block_of",
     "blocks",
     "host_group",
     "host_identity",
+    "is_group",
     "is_member",
     "meeting_device",
     "members",
     "mesh_group",
+    "new_group",
     "node_group",
     "replica_group",
     "twin",
@@ -58,7 +61,7 @@ def meeting_device(group: Any) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def _new(ranks: Sequence[int], within: Any) -> Any:
+def new_group(ranks: Sequence[int], within: Any) -> Any:
     """A new group of these ranks, with the backend and the timeout of the group ``within``.
 
     All ranks of ``within`` call this together, each with the ranks of its own new group.
@@ -95,18 +98,27 @@ def twin(group: Any, within: Any) -> Any:
         within: the ranks that call this together, each with its own group.
     """
     with quiet_new_threads("gloo"):
-        return _new(members(group), within)
+        return new_group(members(group), within)
+
+
+def block_of(ranks: Sequence[int], place: int, size: int) -> list[int]:
+    """The block of ``size`` consecutive ranks that the one at this place is in."""
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(ranks) % size:
+        raise ValueError(f"{len(ranks)} ranks cannot be split into blocks of {size!r}; use a divisor of {len(ranks)}")
+    start = place // size * size
+    return list(ranks[start : start + size])
 
 
 def blocks(group: Any, size: int) -> Any:
-    """The block of ``size`` consecutive ranks of the group that this rank is in."""
+    """The process group of the block of ``size`` consecutive ranks of a group that this rank is in."""
     ranks = members(group)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or len(ranks) % size:
-        raise ValueError(f"{len(ranks)} ranks cannot be split into blocks of {size!r}; use a divisor of {len(ranks)}")
-    if size == len(ranks):
-        return group  # on every rank
-    start = ranks.index(dist.get_rank()) // size * size
-    return _new(ranks[start : start + size], group)
+    mine = block_of(ranks, ranks.index(dist.get_rank()), size)
+    return group if mine == ranks else new_group(mine, group)
+
+
+def is_group(group: Any) -> bool:
+    """Whether this is a process group."""
+    return isinstance(group, dist.ProcessGroup)
 
 
 def mesh_group(mesh: Any, names: str | Sequence[str]) -> Any:
@@ -142,7 +154,7 @@ def host_group(group: Any) -> Any:
     compare :func:`host_identity`. The number of accelerators does not matter.
     """
     together, _ = _ranks_of_host(group)
-    return group if together == members(group) else _new(together, group)
+    return group if together == members(group) else new_group(together, group)
 
 
 def node_group(group: Any) -> Any:
@@ -161,7 +173,7 @@ def node_group(group: Any) -> Any:
             "themselves",
             stacklevel=4,
         )
-    node = _new(together, group)
+    node = new_group(together, group)
     return node if len(together) > 1 else None
 
 
@@ -208,4 +220,4 @@ def replica_group(params: Sequence[Tensor], group: Any) -> Any:
     found: list[Any] = [None] * len(ranks)
     dist.all_gather_object(found, mesh.get_coordinate(), group=group)
     here = found[ranks.index(me)]
-    return _new([rank for rank, place in zip(ranks, found, strict=True) if place == here], group)
+    return new_group([rank for rank, place in zip(ranks, found, strict=True) if place == here], group)

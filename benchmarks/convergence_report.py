@@ -1,0 +1,255 @@
+"""Table and plots of the convergence benchmark, from its numbers."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+__all__ = ["pages", "plot"]
+
+#: Bytes a second of the links for which times are computed.
+LINKS = {"1 Gbit/s": 1e9 / 8, "100 Mbit/s": 1e8 / 8}
+ALONE = "one replica alone, half the batch"
+#: Of DDP's run: where its loss is what others have to reach.
+MARKS = (0.8, 0.5)
+
+HOW = """\
+Replicas are threads of one process over `offbeat.Simulation`, with the code that real processes run. With the same
+seed all arms begin with the same parameters, and each replica sees the same samples in the same order, from a part of
+the data that is its own. During the synchronised steps at the start the learning rate rises linearly, and all arms
+average gradients as DDP does (except the replica alone). After that the rate falls along a cosine to a tenth.
+Gradients are clipped to a norm of 1.0 in all arms, after averaging where they are averaged. "(8)" is the number of
+steps between rounds.
+
+- DDP: gradients are averaged at every step, by the code that averages them during warm-up.
+- LocalSGD(1), a control, averages parameters after every step. Its replicas never drift apart, but each has an
+  optimizer of its own, whose state comes from its own batches. What LocalSGD(1) loses is therefore not drift; what
+  LocalSGD(8) loses beyond it is.
+- "lr × √replicas" applies after the synchronised steps. The replica alone trains on its own batches for as many steps
+  as the others; its tokens are counted as if the other replica had trained too.
+- Held-out loss: that of the mean of the replicas' parameters after the last step, in nats. Another column has the
+  loss after `finish()`.
+- Equal loss: the loss that DDP has with the same seed after 80 % (or 50 %) of its steps. Losses between evaluations
+  are interpolated. "Never": not within the run, for half of the seeds or more.
+- Times are computed, not measured: the number of steps times the processor time of a local step, plus the bytes that
+  a replica has sent over the rate of the link. Of rounds with a delay only what takes longer than the steps of the
+  delay is added. Latency, encoding and the processor's work for sending are left out.
+- Bytes are what one replica has sent in the simulation, per step after the synchronised ones, with the messages by
+  which ranks compare what they are about to do. In the synchronised steps every arm that communicates sends as much
+  as DDP.
+- Error feedback is 1.0 for int2 and 0.95 for TopK. SlowMo and DiLoCo have their default outer settings (a slow
+  momentum of 0.5; Nesterov with learning rate 0.6 and momentum 0.9) unless the name says otherwise. The learning rate
+  of the GPT, and the outer settings 0.8 and 0.6, were chosen with another seed (100)."""
+
+
+def middle(values: list[float], form: str = "{:+.2%}") -> str:
+    """Median and range."""
+    return f"{form.format(statistics.median(values))} ({form.format(min(values))} to {form.format(max(values))})"
+
+
+class Rows:
+    """The numbers of one task, by arm; every list has a value for each seed."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        self.task, self.seeds = task, list(task["runs"])
+
+    def all(self, arm: str, get: Callable[[dict[str, Any]], Any]) -> list[Any]:
+        return [get(self.task["runs"][seed][arm]) for seed in self.seeds]
+
+    def losses(self, arm: str) -> list[float]:
+        return self.all(arm, lambda run: run["curve"][-1]["loss"])
+
+    def gaps(self, arm: str, base: str, get: Callable[[dict[str, Any]], float] | None = None) -> list[float]:
+        ends = self.all(arm, get) if get else self.losses(arm)
+        return [mine / other - 1 for mine, other in zip(ends, self.losses(base), strict=True)]
+
+    @property
+    def step_seconds(self) -> float:
+        arm = ALONE if ALONE in self.task["arms"] else "DDP"
+        return statistics.median(self.all(arm, lambda run: run["seconds"]))
+
+    def sent_each(self, arm: str) -> float:
+        """Bytes a step, after the synchronised ones."""
+        each = self.all(arm, lambda run: run["sent"]["all"] - run["sent"]["synchronised"])
+        return statistics.median(each) / (self.task["steps"] - self.task["synchronised"])
+
+    def steps_to(self, mark: float, arm: str) -> list[float | None]:
+        found = []
+        for seed in self.seeds:
+            run = self.task["runs"][seed]
+            loss = loss_at(run["DDP"]["curve"], mark * self.task["steps"])
+            found.append(first_at(run[arm]["curve"], loss))
+        return found
+
+    def seconds(self, arm: str, steps: float, rate: float) -> float:
+        """The time that this many steps take over a link, computed."""
+        task = self.task
+        synchronised = 0 if arm == ALONE else min(steps, task["synchronised"])
+        run = task["runs"][self.seeds[0]][arm]
+        start = run["sent"]["synchronised"] / max(task["synchronised"], 1) * synchronised / rate
+        link = self.sent_each(arm) * (steps - synchronised) / rate
+        rounds = run["rounds"] * (steps - synchronised) / (task["steps"] - task["synchronised"])
+        hidden = task["arms"][arm]["delay"] * self.step_seconds * rounds
+        return steps * self.step_seconds + start + max(0.0, link - hidden)
+
+
+def loss_at(curve: list[dict[str, Any]], step: float) -> float:
+    """By linear interpolation."""
+    for a, b in itertools.pairwise(curve):
+        if a["step"] <= step <= b["step"]:
+            return a["loss"] + (b["loss"] - a["loss"]) * (step - a["step"]) / (b["step"] - a["step"])
+    return curve[-1]["loss"]
+
+
+def first_at(curve: list[dict[str, Any]], loss: float) -> float | None:
+    """The step at which a loss is reached for the first time, or None."""
+    for a, b in itertools.pairwise(curve):
+        if b["loss"] <= loss:
+            part = (a["loss"] - loss) / (a["loss"] - b["loss"]) if a["loss"] > loss else 0.0
+            return a["step"] + part * (b["step"] - a["step"])
+    return None
+
+
+def pages(result: dict[str, Any]) -> str:
+    """The whole report."""
+    heading = ["# LocalSGD, SlowMo and DiLoCo against DDP at equal tokens", ""]
+    heading += [f"- {key}: {value}" for key, value in result["machine"].items()]
+    body = [line for task in result["tasks"].values() for line in section(task)]
+    return "\n".join([*heading, "", HOW, "", "![Held-out loss](convergence.png)", "", *body])
+
+
+def section(task: dict[str, Any]) -> Iterator[str]:
+    """What was trained, and a table of how it ended."""
+    rows, unit, steps = Rows(task), task["unit"], task["steps"]
+    each = task["replicas"] * task["batch"] * task["tokens"]
+    yield f"## {task['title']}"
+    yield ""
+    yield (
+        f"{task['data']}. {task['settings']}. {steps} steps of {task['replicas']} x {task['batch']} samples, "
+        f"{steps * each / 1e6:.2f} million {unit}; the first {task['synchronised']} steps are synchronised. Seeds "
+        f"{', '.join(rows.seeds)}. A local step takes {1e3 * rows.step_seconds:.1f} ms of one core."
+    )
+    first = rows.all("DDP", lambda run: max(run["first_losses"]) - run["first_losses"][0])
+    yield (
+        f"In the synchronised steps DDP's training loss is at most {max(first):.2f} above that of the first step, "
+        f"which is {statistics.median(rows.all('DDP', lambda run: run['first_losses'][0])):.2f}."
+    )
+    yield ""
+    yield (
+        "| | held-out loss, median | against DDP, median (range) | against another arm, median (range) "
+        "| after `finish()`, against DDP, median |"
+    )
+    yield "|---" * 5 + "|"
+    for arm in task["arms"]:
+        yield quality(rows, arm)
+    yield ""
+    heads = [f"DDP's loss at {mark:.0%}: {unit}, of DDP's | " + " | ".join(
+        f"seconds at {link} (of DDP's)" for link in LINKS) for mark in MARKS]  # fmt: skip
+    yield f"| computed times, medians | kB sent a step | rounds | {' | '.join(heads)} |"
+    yield "|---" * (3 + len(MARKS) * (1 + len(LINKS))) + "|"
+    for arm in task["arms"]:
+        rounds = task["runs"][rows.seeds[0]][arm]["rounds"]
+        cells = [cell for mark in MARKS for cell in to_equal_loss(rows, arm, mark)]
+        yield f"| {arm} | {rows.sent_each(arm) / 1e3:.3g} | {rounds} | {' | '.join(cells)} |"
+    yield ""
+
+
+def quality(rows: Rows, arm: str) -> str:
+    like = rows.task["arms"][arm]["like"]
+    cells = [
+        arm,
+        f"{statistics.median(rows.losses(arm)):.4f}",
+        "-" if arm == "DDP" else middle(rows.gaps(arm, "DDP")),
+        f"{like}: {middle(rows.gaps(arm, like))}" if like in rows.task["arms"] else "-",
+        f"{statistics.median(rows.gaps(arm, 'DDP', lambda run: run['finished'][0])):+.2%}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def to_equal_loss(rows: Rows, arm: str, mark: float) -> list[str]:
+    """Tokens and times, or "never" where most seeds do not get there."""
+    steps, base = rows.steps_to(mark, arm), rows.steps_to(mark, "DDP")
+    reached = [(mine, ddp) for mine, ddp in zip(steps, base, strict=True) if mine is not None and ddp is not None]
+    if 2 * len(reached) <= len(steps):
+        return ["never"] * (1 + len(LINKS))
+    lost = len(steps) - len(reached)
+    note = f" (never with {lost} of {len(steps)} seeds)" if lost else ""
+    cells = [f"{statistics.median(mine / ddp for mine, ddp in reached):.2f}{note}"]
+    for rate in LINKS.values():
+        pairs = [(rows.seconds(arm, mine, rate), rows.seconds("DDP", ddp, rate)) for mine, ddp in reached]
+        seconds, ratio = statistics.median(a for a, _ in pairs), statistics.median(a / b for a, b in pairs)
+        cells.append(f"{seconds:.2f} ({ratio:.2f})")
+    return cells
+
+
+#: The arms of each panel of curves.
+PANELS = {
+    "Periods, delays and outer optimizers": [
+        "DDP", "LocalSGD(8)", "LocalSGD(8), delay 7", "SlowMo(8)", "DiLoCo(32)",
+        "DiLoCo(32), outer lr 0.8, momentum 0.6", "DiLoCo(128), outer lr 0.8, momentum 0.6",
+        "streaming DiLoCo(32), 4 fragments, delay 4",
+    ],
+    "Controls": [
+        "DDP", "LocalSGD(8)", "LocalSGD(1)", "DDP, lr / √2", "LocalSGD(8), lr × √replicas",
+        "DDP, lr × √2", "DiLoCo(32), outer SGD 1.0", ALONE,
+    ],
+}  # fmt: skip
+COLOURS = ["black", "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#7f7f7f"]
+LINES = ["-", "-", "--", "-.", "-", "--", ":", "-."]
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Curves of the GPT against DDP's, and how all arms ended."""
+    from matplotlib import pyplot
+
+    task = result["tasks"].get("gpt") or next(iter(result["tasks"].values()))
+    rows = Rows(task)
+    figure = pyplot.figure(figsize=(14, 12.5), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    panels = above.subplots(1, 2)
+    for panel, (title, names) in zip(panels, PANELS.items(), strict=True):
+        curves(panel, rows, [name for name in names if name in task["arms"]])
+        panel.set_title(title)
+    ends(below.subplots(), rows)
+    number = len(rows.seeds)
+    figure.suptitle(f"{task['title']}, {number} {'seed' if number == 1 else 'seeds'}")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def curves(panel: Any, rows: Rows, names: list[str]) -> None:
+    """Held-out loss against that of DDP after as many tokens: the median over seeds as a line, the range as a band."""
+    for name, colour, line in zip(names, COLOURS, LINES, strict=False):
+        runs = [
+            [
+                (mine["seen"], 100 * (mine["loss"] / ddp["loss"] - 1))
+                for mine, ddp in zip(run[name]["curve"], run["DDP"]["curve"], strict=True)
+                if mine["step"] >= rows.task["synchronised"]
+            ]
+            for run in rows.task["runs"].values()
+        ]
+        x = [point[0] / 1e6 for point in runs[0]]
+        y = [[one[i][1] for one in runs] for i in range(len(x))]
+        panel.plot(x, list(map(statistics.median, y)), color=colour, linestyle=line, label=name, lw=1.6)
+        panel.fill_between(x, list(map(min, y)), list(map(max, y)), color=colour, alpha=0.1, lw=0)
+    panel.set(xlabel=f"millions of {rows.task['unit']}", ylabel="held-out loss against DDP after as many, %")
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=9, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.09), ncols=2)
+
+
+def ends(panel: Any, rows: Rows) -> None:
+    """One line an arm: each seed and the median, after the last step."""
+    names = [name for name in rows.task["arms"] if name != "DDP"][::-1]
+    for height, name in enumerate(names):
+        gaps = [100 * gap for gap in rows.gaps(name, "DDP")]
+        panel.plot(gaps, [height] * len(gaps), "o", color="#0072b2", markersize=6, markerfacecolor="none")
+        panel.plot(statistics.median(gaps), height, "|", color="black", markersize=14, markeredgewidth=2)
+    panel.axvline(0, color="black", lw=1)
+    panel.axvline(1, color="#d55e00", lw=1.2, linestyle=":")
+    panel.set_yticks(range(len(names)), names, fontsize=9)
+    panel.set(xlabel="held-out loss at the end against DDP, % (dotted: the goal of 1 %)")
+    panel.set_title("All arms: each seed (o) and the median (|)")
+    panel.grid(alpha=0.3, axis="x")

@@ -1,0 +1,183 @@
+"""One run of the convergence benchmark: replicas in threads of one process, with the code that real processes run."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import offbeat
+from benchmarks.convergence_data import Samples, batches
+
+__all__ = ["Arm", "Task", "judge", "loss_of", "train"]
+
+CLIP = 1.0
+#: The last learning rate, of the highest.
+LAST_RATE = 0.1
+#: Replicas share torch's generator, which makes the parameters.
+SEEDING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what, with what.
+
+    Attributes:
+        batch: samples of a replica's step.
+        tokens: targets in a sample.
+        synchronised: steps with averaged gradients at the start, in which the learning rate rises.
+        evaluate: steps from one evaluation to the next.
+    """
+
+    title: str
+    samples: Callable[[], Samples]
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Iterable[Tensor]], Optimizer]
+    settings: str
+    arms: Sequence[str]
+    replicas: int
+    batch: int
+    tokens: int
+    steps: int
+    synchronised: int
+    evaluate: int
+    unit: str = "tokens"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train.
+
+    Attributes:
+        wrap: makes the optimizer of a replica, from the inner optimizer, the module, ``warmup=``, ``group=`` and
+            ``subgroup=``. None averages gradients at every step, as DDP does.
+        rate: what learning rates are multiplied by.
+        local_rate: likewise after the synchronised steps, from the number of replicas.
+        alone: the first replica with its own batches only.
+        delay: steps that a round has before it is waited for.
+        like: the arm it is compared with, besides DDP.
+    """
+
+    wrap: Callable[..., Optimizer] | None = None
+    rate: float = 1.0
+    local_rate: Callable[[int], float] = lambda replicas: 1.0
+    alone: bool = False
+    delay: int = 0
+    like: str | None = None
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean loss over all targets, and the share of them guessed right."""
+    logits = model(x).flatten(0, -2)
+    return nn.functional.cross_entropy(logits, y.flatten()), (logits.argmax(-1) == y.flatten()).float().mean()
+
+
+@torch.no_grad()
+def judge(model: nn.Module, samples: Samples) -> tuple[float, float]:
+    """Loss and accuracy on what was held out."""
+    loss, right = loss_of(model.eval(), samples.held_out_x, samples.held_out_y)
+    return loss.item(), right.item()
+
+
+class Jury:
+    """Judges the mean of all replicas' parameters and buffers, without a byte on the simulated network."""
+
+    def __init__(self, replicas: int, samples: Samples) -> None:
+        self._models: list[nn.Module | None] = [None] * replicas
+        self._samples, self._barrier = samples, threading.Barrier(replicas, timeout=300)
+
+    def judge(self, rank: int, model: nn.Module) -> tuple[float, float] | None:
+        """Loss and accuracy on rank 0, None on others. All replicas call it, after the same step."""
+        self._models[rank] = model
+        self._barrier.wait()
+        found = judge(self._mean(), self._samples) if rank == 0 else None
+        self._barrier.wait()
+        return found
+
+    @torch.no_grad()
+    def _mean(self) -> nn.Module:
+        mean = copy.deepcopy(self._models[0])
+        assert mean is not None
+        states = [model.state_dict() for model in self._models if model is not None]
+        for name, tensor in mean.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(torch.stack([state[name] for state in states]).mean(0))
+        return mean
+
+
+def rate_at(task: Task, arm: Arm, steps: int) -> Callable[[int], float]:
+    """The learning rate of a step, of the highest: linearly up, then down along a cosine."""
+    rise = min(task.synchronised, steps // 2)
+
+    def rate(step: int) -> float:
+        cosine = 0.5 + 0.5 * math.cos(math.pi * max(0, step - rise) / (steps - rise))
+        local = arm.local_rate(task.replicas) if step >= rise else 1.0
+        return arm.rate * local * min((step + 1) / rise, LAST_RATE + (1 - LAST_RATE) * cosine)
+
+    return rate
+
+
+def train(task: Task, arm: Arm, samples: Samples, seed: int, steps: int) -> dict[str, Any]:
+    """Train one arm. Returns its curve, what was sent and how long a step took."""
+    replicas = 1 if arm.alone else task.replicas
+    simulation, jury = offbeat.Simulation(replicas, timeout=300), Jury(replicas, samples)
+    warmup = min(task.synchronised, steps // 2)
+
+    def replica(rank: int, peers: Any) -> dict[str, Any]:
+        with SEEDING:
+            torch.manual_seed(seed)
+            model = task.model()
+        inner = task.optimizer(model.parameters())
+        optimizer = inner
+        if not arm.alone:
+            wrap = arm.wrap or offbeat.LocalSGD
+            optimizer = wrap(inner, model, warmup=warmup if arm.wrap else steps, group=peers, subgroup=None)
+        schedule = LambdaLR(optimizer, rate_at(task, arm, steps))
+        source = batches(samples, rank, task.replicas, task.batch, seed)
+        curve, losses, seconds, sent = [], [], [], {0: 0}
+        for step in range(1, steps + 1):
+            start = time.thread_time()
+            loss = loss_of(model, *next(source))[0]
+            loss.backward()
+            if not arm.alone:
+                optimizer.average_gradients()
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            seconds.append(time.thread_time() - start)
+            losses.append(loss.item())
+            if step == warmup:
+                sent[step] = simulation.bytes_sent[rank]
+            if step % task.evaluate == 0 or step == steps:
+                optimizer.state_dict()  # waits for rounds in flight, so that their bytes are counted
+                sent[step] = simulation.bytes_sent[rank]
+                found = jury.judge(rank, model.train())
+                if found is not None:
+                    each = task.batch * task.replicas * task.tokens
+                    curve.append({"step": step, "seen": step * each, "loss": found[0], "accuracy": found[1]})
+        rounds = 0 if arm.alone else optimizer.syncs
+        if not arm.alone:
+            optimizer.finish()
+        return {
+            "curve": curve,
+            "finished": jury.judge(rank, model),
+            "first_losses": losses[:warmup],
+            "rounds": rounds,
+            "sent": {"synchronised": sent[warmup], "all": sent[steps]},
+            "seconds": statistics.median(seconds[warmup:]),
+        }
+
+    start = time.perf_counter()
+    found = simulation.run(replica)[0]
+    return {**found, "wall": round(time.perf_counter() - start, 1)}

@@ -1,0 +1,122 @@
+r"""A round whose differences from the anchor are encoded.
+
+Every rank sends :math:`C(w_i (a - x_i) + \lambda e_i)`, where :math:`C` encodes, :math:`w_i` is its weight and
+:math:`e_i` what encoding has lost so far (error feedback, with decay :math:`\lambda`). The decoded sum is the outer
+optimizer's pseudo-gradient, the same on every rank to the bit. The new :math:`e_i` is kept only after the vote.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from offbeat.sync.agreement import Shares
+from offbeat.sync.items import Item, local_part
+from offbeat.sync.rounds import Round, not_finite
+from offbeat.wire.coded import CodedMean
+from offbeat.wire.peers import Peers
+
+if TYPE_CHECKING:
+    from offbeat.sync.track import Track
+
+__all__ = ["Coded"]
+
+#: Elements that are encoded and sent at once are a multiple of this, so that codes do not depend on the bucket's size.
+ALIGN = 1 << 16
+
+
+class Coded(Round):
+    """Encodes differences from the anchor, in float32."""
+
+    def __init__(self, track: Track, step: int, *, done: bool = False, final: bool = False) -> None:
+        super().__init__(track, step, done=done, final=final)
+        assert track.codec is not None
+        # What the owner of a sum loses in encoding it is fed back too.
+        self._mean = CodedMean(track.codec, return_sum_error=track.level.error_feedback is not None)
+        self._lost: Tensor | None = None
+        self._lost_of: list[tuple[str, int]] = []
+        self._flat: Tensor | None = None
+        params = set(self._names)
+        self._buffers = [item for item in self.items if item.name not in params]
+        self._params = [item for item in self.items if item.name in params]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Compute the differences."""
+        assert self.track.outer is not None
+        anchors, device = self.track.outer.anchors, self.track.peers.device
+        sizes = [local_part(item.tensor).numel() for item in self._params]
+        self._flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        for item, view in self._views():
+            part, anchor = local_part(item.tensor), anchors[item.name]
+            if part.device == anchor.device == device and part.dtype == anchor.dtype == torch.float32:
+                torch.sub(anchor, part, out=view)
+            else:
+                view.copy_(anchor.to(torch.float32) - part.to(device=anchor.device, dtype=torch.float32))
+        self._copy(self._buffers)
+
+    def _views(self) -> list[tuple[Item, Tensor]]:
+        assert self._flat is not None
+        start, found = 0, []
+        for item in self._params:
+            part = local_part(item.tensor)
+            found.append((item, self._flat[start : start + part.numel()].view(part.shape)))
+            start += part.numel()
+        return found
+
+    def _not_finite(self) -> list[str]:
+        buffers = zip(self._buffers, self.track.snapshot.views, strict=True)
+        return not_finite([(item.name, view) for item, view in [*self._views(), *buffers]])
+
+    @torch.no_grad()
+    def _exchange(self, shares: Shares, peers: Peers) -> None:
+        track, flat = self.track, self._flat
+        assert flat is not None
+        if self._buffers:
+            self._reduce_copy(shares, peers)
+        decay = track.level.error_feedback
+        lost = torch.zeros_like(flat) if decay is not None else None
+        sizes = [(item.name, local_part(item.tensor).numel()) for item in self._params]
+        old = track.residual_for(sizes)
+        if shares.factor:
+            flat.mul_(shares.factor)
+            if decay is not None and old is not None:
+                flat.add_(old, alpha=decay)
+        size = max(ALIGN, track.exchange.bucket_bytes // 16 // ALIGN * ALIGN)
+        for start in range(0, flat.numel(), size):
+            piece = flat[start : start + size]
+            left = None if lost is None else lost[start : start + size]
+            self._mean.reduce(piece, peers, shares.factor, residual=left, out=piece)
+            track.exchange.bytes_sent += self._mean.bytes_sent(piece.numel(), peers.size)
+        self._lost, self._lost_of = lost if shares.factor or old is None else old, sizes
+        self._vote()
+
+    def _land(self, params: dict[str, Tensor]) -> None:
+        track = self.track
+        assert track.outer is not None
+        if track.level.error_feedback is not None:
+            track.residual, track.residual_of = self._lost, self._lost_of
+        views = [(item, view) for item, view in self._views() if item.name in params]
+        names = [item.name for item, _ in views]
+        track.outer.move(names, [view for _, view in views])
+        track.set_params(params, names, kept=self._kept)
+        self._land_copy(self._buffers)
+
+    def _copied(self) -> list[Item]:
+        return self._buffers
+
+    def values(self) -> dict[str, Any]:
+        """For a checkpoint: what :meth:`land` will use."""
+        assert self._flat is not None
+        lost = None if self._lost is None else self._lost.clone()
+        values = self._copy_values(self._buffers)
+        return {"flat": self._flat.clone(), "lost": lost, "lost_of": list(self._lost_of), "values": values}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`values`."""
+        self._flat = state["flat"].clone()
+        self._lost = None if state["lost"] is None else state["lost"].clone()
+        self._lost_of = [(str(name), int(size)) for name, size in state["lost_of"]]
+        self._restore_copy(self._buffers, state["values"])

@@ -1,0 +1,250 @@
+r"""Anchors, and the outer optimizer that moves them.
+
+The anchor :math:`a` of a level is the same on every rank, to the bit. A round gives the outer optimizer the
+pseudo-gradient :math:`a - \bar x`, where :math:`\bar x` is the mean of the replicas' parameters; whatever the outer
+optimizer makes of it is the new anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from offbeat.optim.base import RuleOptimizer
+from offbeat.sync.items import Item, local_part
+from offbeat.sync.level import Level
+
+__all__ = ["Outer"]
+
+
+class Outer:
+    """The anchors of one level and the optimizer that moves them.
+
+    Args:
+        level: its options.
+        groups: returns the inner optimizer's groups as lists of parameter names, with their learning rates.
+
+    Attributes:
+        anchors: by the parameter's name.
+        optimizer: the outer optimizer, or None before the first local step. One group for each group of the inner one.
+    """
+
+    def __init__(self, level: Level, groups: Callable[[], list[tuple[list[str], Any]]]) -> None:
+        assert level.outer is not None
+        self._level, self._groups = level, groups
+        self.anchors: dict[str, Tensor] = {}
+        self.optimizer: Optimizer | None = None
+        self._names: list[list[str]] = []
+        self._rates: dict[str, float] = {}
+        #: Names of anchors that ranks have not compared yet.
+        self.unchecked: set[str] = set()
+
+    @torch.no_grad()
+    def follow(self, params: Mapping[str, Tensor]) -> None:
+        """Take the current values as anchors of parameters that have none yet."""
+        if all(name in self.anchors for name in params):
+            return
+        new = {name: self._anchor(p) for name, p in params.items() if name not in self.anchors}
+        groups = [[name for name in names if name in new] for names, _ in self._groups()]
+        self._add([names for names in groups if names], new)
+
+    def _add(self, groups: list[list[str]], new: Mapping[str, Tensor]) -> None:
+        self.anchors.update(new)
+        self.unchecked.update(new)
+        made: list[dict[str, Any]] = [{"params": [new[name] for name in names]} for names in groups]
+        if self.optimizer is None:
+            assert self._level.outer is not None
+            optimizer = self._level.outer(made)
+            if not isinstance(optimizer, Optimizer):
+                raise TypeError(f"outer must return a torch.optim.Optimizer, but it returned {optimizer!r}")
+            self.optimizer = optimizer
+        else:
+            now = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
+            for group in made:  # with the options that are in force now, such as a scheduled learning rate
+                self.optimizer.add_param_group({**now, **group})
+        self._names += groups
+
+    def _anchor(self, p: Tensor) -> Tensor:
+        part = local_part(p)
+        device = torch.device("cpu") if self._level.anchor == "cpu" else part.device
+        dtype = self._level.anchor_dtype if part.is_floating_point() else None
+        made = torch.empty_like(part, dtype=dtype or part.dtype, device=device, pin_memory=_pins(part, device))
+        return made.copy_(part)
+
+    def items(self, names: Sequence[str]) -> list[Item]:
+        """The anchors of these parameters."""
+        return [Item(name, self.anchors[name]) for name in names]
+
+    def tensors(self, names: Sequence[str]) -> list[tuple[str, Tensor]]:
+        """Everything that must be the same on every rank: anchors, and state tensors of the outer optimizer."""
+        assert self.optimizer is not None
+        found = [(name, self.anchors[name]) for name in names]
+        for name in names:
+            state = self.optimizer.state.get(self.anchors[name]) or {}
+            found += [(f"{key} of {name}", t) for key, t in sorted(state.items()) if isinstance(t, Tensor)]
+        return found
+
+    @torch.no_grad()
+    def refresh(self, params: Mapping[str, Tensor]) -> None:
+        """Take the current values as anchors, also of parameters that have one."""
+        self.follow(params)
+        for name, p in params.items():
+            self.anchors[name].copy_(local_part(p))
+        self.unchecked.update(params)
+
+    def note_rates(self) -> None:
+        """Remember the inner learning rates, if the outer optimizer asks for them: the last ones that are not zero."""
+        if self.optimizer is not None and any("inner_lr" in group for group in self.optimizer.param_groups):
+            found = {name: float(rate) for names, rate in self._groups() for name in names}
+            self._rates.update({name: rate for name, rate in found.items() if rate > 0 or name not in self._rates})
+
+    def reset(self) -> None:
+        """Forget the state of the outer optimizer; anchors are taken at the next local step."""
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def make_state(self, names: Sequence[str], wanted: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Make state tensors that this rank does not have yet, as another rank has them."""
+        assert self.optimizer is not None
+        there = {name for name, _ in self.tensors(names)}
+        if any(name not in there for name, _ in wanted):
+            begin: Any = self.optimizer.init_state  # type: ignore[attr-defined]
+            begin()
+
+    @torch.no_grad()
+    def move(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """One step of the outer optimizer with these pseudo-gradients, for the anchors of some parameters."""
+        self._set_inner_rates()
+        self._step(names, gradients)
+        self._end_step()
+
+    def _step(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        anchors = [self.anchors[name] for name in names]
+        gradients = [g.to(device=a.device, dtype=a.dtype) for a, g in zip(anchors, gradients, strict=True)]
+        if isinstance(self.optimizer, RuleOptimizer):
+            self.optimizer.step_params(anchors, gradients)
+            return
+        assert self.optimizer is not None
+        for a, g in zip(anchors, gradients, strict=True):
+            a.grad = g
+        try:
+            self.optimizer.step()
+        finally:
+            for a in anchors:
+                a.grad = None
+
+    def _end_step(self) -> None:
+        """Once a round, call ``step()`` without gradients: hooks run, and schedulers see that there was a step."""
+        if isinstance(self.optimizer, RuleOptimizer):
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def move_to(self, names: Sequence[str], means: Sequence[Tensor], limit: int) -> None:
+        """One step of the outer optimizer, given the means of the replicas' parameters.
+
+        Args:
+            limit: the most bytes of pseudo-gradients to have at once.
+        """
+        by_name = dict(zip(names, means, strict=True))
+        self._set_inner_rates()
+        if self._takes_the_mean():
+            for name, mean in by_name.items():  # exactly the mean: a - (a - mean) would be rounded
+                self.anchors[name].copy_(mean)
+            self._end_step()
+            return
+        for some in _chunks(names, {name: a.nbytes for name, a in self.anchors.items()}, limit):
+            here = [(self.anchors[name], by_name[name]) for name in some]
+            self._step(some, [a - mean.to(device=a.device, dtype=a.dtype) for a, mean in here])
+        self._end_step()
+
+    def _takes_the_mean(self) -> bool:
+        """Whether the outer optimizer is plain SGD with a learning rate of 1."""
+        if type(self.optimizer).__name__ != "SGD":
+            return False
+        assert self.optimizer is not None
+        return all(
+            float(group["lr"]) == 1 and not group["momentum"] and not group["weight_decay"] and not group["maximize"]
+            for group in self.optimizer.param_groups
+        )
+
+    def _set_inner_rates(self) -> None:
+        """Tell an outer optimizer that asks for it (``inner_lr``) the inner optimizer's learning rates."""
+        assert self.optimizer is not None
+        if not any("inner_lr" in group for group in self.optimizer.param_groups):
+            return
+        self.note_rates()
+        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
+            group["inner_lr"] = self._rates[names[0]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Anchors and the state of the outer optimizer."""
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        anchors = {name: a.clone() for name, a in self.anchors.items()}
+        return {"anchors": anchors, "groups": [list(names) for names in self._names], "optimizer": optimizer}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state_dict`. What it has for parameters that are not here is left out.
+
+        The outer optimizer stays the same object if its groups are the same, so that schedulers keep working.
+        """
+        groups = [[name for name in names if name in params] for names in state["groups"]]
+        groups = [names for names in groups if names]
+        if groups != self._names:
+            self.anchors, self.optimizer, self._names = {}, None, []
+            self._add(groups, {name: self._anchor(params[name]) for names in groups for name in names})
+        for name, anchor in self.anchors.items():
+            anchor.copy_(state["anchors"][name])
+        self.unchecked = set(self.anchors)
+        assert self.optimizer is not None
+        self.optimizer.state.clear()
+        self.optimizer.load_state_dict(_without(state["optimizer"], state["groups"], set(params)))
+
+    def check_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
+        """Raise if this cannot be loaded."""
+        for name, anchor in state["anchors"].items():
+            found = tuple(local_part(params[name]).shape) if name in params else tuple(anchor.shape)
+            if found != tuple(anchor.shape):
+                raise ValueError(
+                    f"the checkpoint has an anchor for {name!r} of shape {tuple(anchor.shape)}, but this model has "
+                    f"{found}; nothing was changed. Load the checkpoint into the model it was saved from"
+                )
+
+
+def _without(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], kept: set[str]) -> dict[str, Any]:
+    """A state dict of an optimizer, without the parameters whose names are not kept."""
+    names = [name for group in groups for name in group]
+    places = {old: new for new, old in enumerate(i for i, name in enumerate(names) if name in kept)}
+    made = []
+    for group in saved["param_groups"]:
+        left = [places[i] for i in group["params"] if i in places]
+        if left:
+            made.append({**group, "params": left})
+    return {
+        **saved,
+        "state": {places[i]: one for i, one in saved["state"].items() if i in places},
+        "param_groups": made,
+    }
+
+
+def _pins(part: Tensor, device: torch.device) -> bool:
+    return device.type == "cpu" and part.device.type == "cuda"
+
+
+def _chunks(names: Sequence[str], sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Runs of names of at most ``limit`` bytes; always the same, so that an optimizer sees the same lists again."""
+    found: list[str] = []
+    total = 0
+    for name in names:
+        if found and total + sizes[name] > limit:
+            yield found
+            found, total = [], 0
+        found.append(name)
+        total += sizes[name]
+    if found:
+        yield found

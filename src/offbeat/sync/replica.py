@@ -1,0 +1,545 @@
+"""``Replica``: any optimizer, on replicas that agree now and then."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from offbeat import _torch
+from offbeat.ddp import is_inside_ddp
+from offbeat.overlap.handle import overlap_of
+from offbeat.sync.agreement import check_same_options, check_same_values
+from offbeat.sync.attach import attach
+from offbeat.sync.buckets import check_bucket_mb
+from offbeat.sync.buffer_policy import check_buffers
+from offbeat.sync.calendar import Calendar, Entry
+from offbeat.sync.checks import check_cover, check_levels, check_module, find_subgroup, in_words
+from offbeat.sync.contents import Contents
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.gradients import GradientMean
+from offbeat.sync.items import Item, local_part
+from offbeat.sync.joining import ReplicaJoinHook
+from offbeat.sync.level import Level, options_in_words
+from offbeat.sync.members import connect_all, connect_levels, peers_of
+from offbeat.sync.state_policy import check_state
+from offbeat.sync.tracks import Tracks
+from offbeat.sync.wrapper import OptimizerWrapper
+from offbeat.wire.groups import replica_group
+
+__all__ = ["Replica"]
+
+
+class Replica(OptimizerWrapper, Joinable):
+    r"""Wraps any optimizer: each replica trains by itself, and replicas agree now and then, at one or several levels.
+
+    :class:`offbeat.LocalSGD`, :class:`offbeat.SlowMo` and :class:`offbeat.DiLoCo` are configurations of this class; use
+    it to combine levels. During the first ``warmup`` steps gradients are averaged over all ranks, as DDP does. After
+    that gradients are averaged inside each node only, and replicas agree as the levels say.
+
+    Args:
+        opt: the optimizer, overlapped or not.
+        module: the module it trains: DDP, plain, or ``fully_shard``-ed. DDP averages gradients during backward. For
+            other modules ``step()`` does; to clip averaged gradients, call :meth:`average_gradients` first.
+        levels: lowest first. Each contains the groups of the levels below, and the last one all ranks.
+        warmup: the number of steps with globally averaged gradients; or a function of the step that returns whether
+            warm-up continues, called until it returns False.
+        group: the ranks that take part: all if None, or for sharded modules those that hold the same shards.
+        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
+        mesh: the DeviceMesh whose dimensions levels name.
+        state: what a round does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from
+            keys to these, which keeps all other keys. ``"reset"`` sets a key to the value that its optimizer starts it
+            from (zero for optimizers that offbeat does not know). A key that the optimizer does not have raises.
+        buffers: what a round does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first
+            rank's) or ``"keep"``. After warm-up DDP no longer broadcasts buffers at every forward.
+        weighted: weigh ranks by the amounts given to :meth:`seen`, instead of equally.
+        sync_init: start from the first rank's parameters and buffers on every rank.
+        comm_hook: a communication hook for DDP whose state is a process group, called as
+            ``comm_hook(group, bucket)``; for example torch's ``fp16_compress_hook``.
+        bucket_mb: the memory for buckets, in MiB.
+        reduce_dtype: the dtype to average parameters in, if it is wider than their own; for example ``torch.float32``
+            for bfloat16 parameters.
+        snapshot: where to keep the copies of rounds in the background: ``"device"`` or ``"cpu"``.
+        undo: where the old values of parameters are kept until a round has succeeded: ``"disk"``, ``"memory"``,
+            ``"off"``, or ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
+
+    Example::
+
+        >>> import functools, torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        >>> levels = [offbeat.Level(every=4, phase=1), offbeat.Level(every=64, outer=nesterov)]
+        >>> optimizer = offbeat.Replica(offbeat.AdamW(model.parameters()), model, levels)
+        >>> for step in range(3):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.steps
+        3
+        >>> dist.destroy_process_group()
+
+    Limits: functions given as ``every`` and ``warmup`` must return the same on every rank. Between rounds parameters
+    differ between ranks: call :meth:`finish` or :meth:`sync` before you use or save the model.
+    """
+
+    def __init__(
+        self,
+        opt: Optimizer,
+        module: torch.nn.Module,
+        levels: Sequence[Level],
+        warmup: int | Callable[[int], bool] = 0,
+        *,
+        group: Any = None,
+        subgroup: Any = "node",
+        mesh: Any = None,
+        state: str | Mapping[str, str] = "keep",
+        buffers: Literal["average", "broadcast", "keep"] = "average",
+        weighted: bool = False,
+        sync_init: bool = False,
+        comm_hook: Any = None,
+        bucket_mb: float = 64,
+        reduce_dtype: torch.dtype | None = None,
+        snapshot: Literal["device", "cpu"] = "device",
+        undo: Literal["auto", "disk", "memory", "off"] = "auto",
+    ) -> None:
+        _torch.require("sync")
+        check_module(opt, module)
+        levels = check_levels(levels, state)
+        check_state(state, max(level.delay for level in levels), opt)
+        check_buffers(buffers)
+        if snapshot not in ("device", "cpu"):
+            raise ValueError(f"snapshot must be 'device' or 'cpu', but got {snapshot!r}")
+        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
+            raise ValueError(f"reduce_dtype must be a floating-point dtype, but got {reduce_dtype}")
+        entries = [
+            Entry(
+                level.every,
+                level.phase,
+                level.parts,
+                covers=level.parts == 1 and (level.outer is None or not level.delay),
+                can_be_covered=level.outer is None,
+            )
+            for level in levels
+        ]
+        self._calendar = Calendar(entries, warmup)  # checks warmup before any collective
+        bucket_bytes = check_bucket_mb(bucket_mb)
+        exchanges = [Exchange(bucket_bytes, reduce_dtype, undo, ordered=level.ordered) for level in levels]
+        super().__init__(opt)
+        Joinable.__init__(self)
+        module = _torch.inner_module(module)
+        params = [p for one in opt.param_groups for p in one["params"]]
+        sharded = any(hasattr(p, "device_mesh") for p in params)
+        within = peers_of(group)
+        check_same_options(
+            {
+                **options_in_words(levels),
+                "warmup": in_words(warmup),
+                "subgroup": in_words(subgroup),
+                "state": state,
+                "buffers": buffers,
+                "weighted": weighted,
+                "sync_init": sync_init,
+                "bucket_mb": bucket_mb,
+                "reduce_dtype": reduce_dtype,
+                "comm_hook": in_words(comm_hook),
+                "DistributedDataParallel": isinstance(module, DistributedDataParallel),
+            },
+            within,
+        )
+        if sharded and not (subgroup is None or subgroup == "node"):
+            raise ValueError(
+                "subgroup cannot be used with a sharded module, which averages gradients over its own mesh; leave "
+                "subgroup out"
+            )
+        self._everyone = peers_of(replica_group(params, within.group)) if sharded and group is None else within
+        shards = connect_all(within, levels[-1].deadline) if self._everyone.size < within.size else None
+        if sharded and self._everyone.size == 1 < within.size:
+            warnings.warn(
+                "the module is sharded over all ranks, so there is one replica and nothing to average; to have several "
+                "replicas, shard over a mesh inside each node",
+                stacklevel=2,
+            )
+        self._subgroup = find_subgroup(subgroup, self._everyone, sharded)
+        delayed = any(level.delay for level in levels)
+        peers = connect_levels(levels, self._everyone, mesh, quiet=delayed)
+        self._contents = Contents(opt, module, state, buffers)
+        self._tracks = Tracks(
+            self._contents,
+            levels,
+            peers,
+            exchanges,
+            weighted=weighted,
+            copies=torch.device("cpu") if snapshot == "cpu" else None,
+            shards=shards,
+        )
+        self._top = len(levels) - 1
+        self._levels = levels
+        self._gradient_mean: GradientMean | None = None
+        self._begun = self._anchored = False
+        self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        handle = overlap_of(opt)
+        check_cover(self._ddp, self._contents.params(), self._everyone.size)
+        for level in levels:  # raises if there are too few parameters for its fragments
+            level.cut({name: p.numel() for name, p in self._contents.params().items()})
+        if sync_init:
+            self._start_from_the_first()
+        self._tracks.follow()
+        self._check_outers(within)
+        if self._tracks.has_outer:
+            forward = module.register_forward_pre_hook(_BeforeForward(self))
+            weakref.finalize(self, forward.remove).atexit = False
+        if self._ddp is not None:
+            attach(self, self._ddp, comm_hook)
+        else:
+            self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
+        self._is_stepping = False
+        guard = opt.register_step_pre_hook(_Guard(self))
+        weakref.finalize(self, guard.remove).atexit = False
+        weakref.finalize(self, self._tracks.close).atexit = False
+
+    def _check_outers(self, within: Any) -> None:
+        if not self._tracks.has_outer:
+            return
+        made = [one for one in self.outers if one is not None]
+        words = [f"{type(one).__name__}({in_words(one.defaults)})" for one in made]
+        check_same_options({"outer": words}, within)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps made."""
+        return self._calendar.step
+
+    @property
+    def syncs(self) -> int:
+        """The number of rounds begun."""
+        return self._tracks.count
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the current step is after warm-up."""
+        return self._calendar.is_local
+
+    @property
+    def bytes_sent(self) -> int:
+        """The number of bytes this rank has sent to average parameters, state and buffers, without gradients."""
+        return self._tracks.bytes_sent
+
+    def seen(self, amount: float) -> None:
+        """With ``weighted=True``: add the number of samples or tokens this rank has trained on since the last call."""
+        self._tracks.see(amount)
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas: ranks that average their gradients count as one."""
+        return self._everyone.size // (1 if self._subgroup is None else self._subgroup.size)
+
+    @property
+    def outer(self) -> Optimizer | None:
+        """The outer optimizer of the highest level that has one. Its ``param_groups`` are live: schedule them."""
+        found = [outer.optimizer for outer in self._tracks.outers if outer is not None]
+        return found[-1] if found else None
+
+    @property
+    def outers(self) -> list[Optimizer | None]:
+        """The outer optimizer of each level, or None."""
+        return [None if outer is None else outer.optimizer for outer in self._tracks.outers]
+
+    def anchors(self, level: int = -1) -> dict[str, Tensor]:
+        """The anchors of a level by parameter name: where the outer optimizer is, the same on every rank."""
+        return dict(self._tracks.anchors(level))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Call the optimizer's step, then exchange what the calendar says.
+
+        If a collective fails, its error is raised and parameters keep the values after the step.
+        """
+        with self._scaled_step():
+            Join.notify_join_context(self)
+            self._begin()
+            self._tracks.note_rates()
+            self._is_stepping = True
+            try:
+                loss = self._step_inner(closure)
+            finally:
+                self._is_stepping = False
+            self._tracks.move()
+            due = self._calendar.due()
+            try:
+                for level, _ in due:
+                    self._calendar.exchanged(level)
+                if due:
+                    check_cover(self._ddp, self._contents.params(), self._everyone.size)
+                self._tracks.after_step(self._calendar.step, due)
+            finally:
+                self._calendar.advance()  # even if a round failed, so that all ranks count the same
+            return loss
+
+    def sync(self) -> None:
+        """Let all replicas agree now, independently of the calendar. Call it on every rank, after the same step."""
+        self._anchor_between_steps()
+        self._tracks.now(self._calendar.step)
+        self._calendar.exchanged_already()
+
+    def finish(self) -> None:
+        """Call it when this rank has no data left: takes part in rounds until all ranks are done.
+
+        A rank has a weight in the round after its last step, and none after that. When this method returns, all
+        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. During warm-up, and if other
+        ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
+        this optimizer instead, because there are collectives at every step.
+        """
+        if self._everyone.size == 1 or not self._calendar.is_local:
+            self._tracks.land()
+            return
+        self._anchor_between_steps()
+        made = self._calendar.step
+        while True:
+            due = self._calendar.due()
+            self._tracks.land_due(self._calendar.step, due)
+            for level, part in due:
+                top = level == self._top
+                done = self._tracks.take_part(self._calendar.step, level, part, may_be_last=top)
+                if done and top:
+                    for other in self._tracks.parts(level):
+                        if other != part:
+                            self._tracks.take_part(self._calendar.step, level, other, may_be_last=True)
+                    self._calendar.go_to(self._tracks.latest(made))
+                    return
+                self._calendar.exchanged(level)
+            self._calendar.advance()
+
+    def average_gradients(self) -> None:
+        """For modules without DDP: average gradients now, for example to clip them before ``step()``.
+
+        Otherwise ``step()`` does it. With DDP this does nothing, because backward has averaged them. Call it on every
+        rank, and with a scaler after ``scaler.unscale_(optimizer)``.
+        """
+        self._reduce_gradients(False)
+
+    def _gradient_group(self) -> Any:
+        """The process group over which gradients of the current step are averaged; None if they are not."""
+        peers = self._gradient_peers()
+        return None if peers is None else peers.group
+
+    def _gradient_peers(self) -> Any:
+        return self._subgroup if self._calendar.settle() else self._everyone
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue exactly: inner and outer state, anchors, residuals, counters, rounds in flight.
+
+        Between rounds ranks differ, so that each must save its own. A round in flight is waited for; after loading it
+        is applied at the step at which it would have been. Saving works after a round has failed, too.
+        """
+        calendar = self._calendar.state_dict()
+        step = calendar.pop("step")
+        mine = {**calendar, **self._tracks.state_dict(anchored=self._anchored), "averaged": self._contents.averaged()}
+        return self._finish_state_dict({**self._inner_state_dict(), "step": step, "replica": mine})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class, of ``PostLocalSGDOptimizer``, or of the optimizer alone.
+
+        A checkpoint without anchors starts them from the parameters at the next step; load the model first.
+        """
+        state_dict = self._begin_load(state_dict)
+        step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
+        self._contents.load_averaged(mine.get("averaged", []))  # also what has been frozen since
+        self._tracks.check_state_dict(mine)
+        self.optim.load_state_dict(state_dict)
+        if step is None:
+            warnings.warn(
+                "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
+                stacklevel=2,
+            )
+        self._calendar.load_state_dict({**mine, "step": step or 0})
+        self._anchored = self._tracks.load_state_dict(mine)
+        self._begun = True
+        self._finish_load()
+
+    @property
+    def join_device(self) -> torch.device:
+        """For ``torch.distributed.algorithms.Join``."""
+        return self._everyone.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """For ``torch.distributed.algorithms.Join``."""
+        return self._everyone.group
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For ``torch.distributed.algorithms.Join``."""
+        return ReplicaJoinHook(self)
+
+    def _shadow_step(self) -> None:
+        """On a rank without data: take part in the collectives of one step of the other ranks."""
+        self._begin()
+        peers = self._gradient_peers()
+        if self._gradient_mean is not None and peers is not None:
+            self._gradient_mean.average(self._contents.params(), peers, absent=True)
+        for level, part in self._calendar.due():
+            self._calendar.exchanged(level)
+            self._tracks.take_part(self._calendar.step, level, part, may_be_last=False)
+        self._calendar.advance()
+
+    def _last_average(self) -> None:
+        """Agree after the last step of all ranks."""
+        self._anchor_between_steps()
+        for part in self._tracks.parts(self._top):
+            self._tracks.take_part(self._calendar.step, self._top, part, may_be_last=True)
+
+    def _begin(self) -> None:
+        """Before the first step, and before the first local one: see to it that replicas are equal."""
+        if not self._begun:
+            self._begun = True
+            others = self._gradient_mean is not None
+            if self._ddp is not None:
+                others = _size(self._ddp.process_group) < self._everyone.size
+            if others and not self._calendar.settle() and self._calendar.step == 0:
+                self._check_equal()
+        if not self._tracks.has_outer:
+            return
+        if not self._anchored and self._calendar.settle():
+            if overlap_of(self.optim) is None:  # else parameters have moved since the forward pass
+                self._tracks.refresh()
+            self._anchored = True
+            if self._everyone.size > 1:
+                check_same_values(self._tracks.anchor_items(), self._everyone)
+        elif self._anchored:
+            self._tracks.follow()
+
+    def _before_forward(self) -> None:
+        """Anchors are the parameters that a first local step starts from; an overlapped one is made in backward."""
+        if self._anchored:
+            self._tracks.follow()
+        elif self._calendar.is_local:
+            self._tracks.refresh()
+
+    def _anchor_between_steps(self) -> None:
+        """Before a round that no local step has led to: the parameters are where everybody starts from."""
+        if self._tracks.has_outer and not self._anchored:
+            self._tracks.refresh()
+
+    def _check_equal(self) -> None:
+        if self._everyone.size > 1:
+            check_same_values([Item(name, p) for name, p in self._contents.params().items()], self._everyone)
+
+    @torch.no_grad()
+    def _start_from_the_first(self) -> None:
+        items = [Item(name, p) for name, p in self._contents.params().items()] + self._contents.buffers()
+        for item in items:
+            part = local_part(item.tensor)
+            value = part.to(self._everyone.device, copy=True).contiguous()
+            self._everyone.broadcast(value, 0).wait()
+            part.copy_(value)
+
+    def _average_gradients_in_step(
+        self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
+    ) -> None:
+        if comm_hook is not None:
+            raise ValueError(
+                f"comm_hook needs a DistributedDataParallel module, but the module is a {type(module).__name__}; wrap "
+                "it or leave comm_hook out"
+            )
+        if self._everyone.size == 1:
+            return
+        if is_inside_ddp(list(self._contents.params().values())):
+            raise ValueError(
+                "parameters of this module belong to a DistributedDataParallel module, which would still average their "
+                "gradients over all ranks at every step; pass the DistributedDataParallel module to LocalSGD"
+            )
+        if handle is None:
+            self._gradient_mean = GradientMean(bucket_bytes)
+            self._gradient_mean.watch(self._contents.params())
+        elif self._subgroup is not None or self._calendar.warmup != 0:
+            raise ValueError(
+                "the optimizer is overlapped and the module is not in DistributedDataParallel, so gradients are used "
+                "before step() could average them; pass warmup=0 and subgroup=None, or wrap the module"
+            )
+
+    def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Average the loss along with the gradients, so that LBFGS decides the same on every rank."""
+        peers = self._gradient_peers()
+        if peers is None or peers.size == 1:
+            return closure
+        if _torch.is_joining(self):
+            raise RuntimeError(
+                "step(closure) cannot be used under Join while gradients are averaged, because a rank without data "
+                "does not know how often the closure is called; call backward() yourself and step() without a closure"
+            )
+
+        def averaged() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self.average_gradients()
+            if loss is None:
+                return None
+            value = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss))
+            device = value.device
+            value = value.to(peers.device) / peers.size
+            peers.all_reduce(value).wait()
+            return value.to(device) if isinstance(loss, Tensor) else value.item()
+
+        return averaged
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        return self._gradient_mean is not None and self._gradient_peers() is not None
+
+    def _reduce_gradients(self, found: bool) -> bool:
+        peers = self._gradient_peers()
+        if self._gradient_mean is None or peers is None:
+            return found
+        # If one rank has inf or NaN in its gradients, so has every rank after averaging.
+        return self._gradient_mean.average(self._contents.params(), peers, found=found)
+
+
+def _size(group: Any) -> int:
+    return peers_of(group).size
+
+
+class _BeforeForward:
+    """A forward pre-hook that does not keep the optimizer alive."""
+
+    def __init__(self, wrapper: Replica) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        wrapper = self._wrapper()
+        if wrapper is not None:
+            wrapper._before_forward()
+
+
+class _Guard:
+    """Runs before the inner optimizer's step and raises if LocalSGD did not call it: nothing would be averaged."""
+
+    def __init__(self, wrapper: Replica) -> None:
+        self._wrapper = weakref.ref(wrapper)
+
+    @property
+    def reads_gradients(self) -> str | None:
+        """Why ``overlap()`` must refuse the inner optimizer, if so; see :class:`offbeat.overlap.ReadsGradients`."""
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper._gradient_mean is None:
+            return None
+        return (
+            "LocalSGD averages this optimizer's gradients in step(), after overlap() would have used them; call "
+            "overlap() before it, with warmup=0 and subgroup=None, or wrap the module in DistributedDataParallel"
+        )
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        wrapper = self._wrapper()
+        if wrapper is None or wrapper._is_stepping:
+            return
+        handle = overlap_of(optimizer)
+        if handle is None or not handle.is_stepping:
+            raise RuntimeError(
+                f"step() was called on the {type(optimizer).__name__} inside LocalSGD, so that replicas would never be "
+                "averaged; call step() on LocalSGD (and pass LocalSGD to the scaler), or delete LocalSGD first"
+            )

@@ -1,0 +1,417 @@
+"""All tracks of a replica: begins rounds, lands them, and keeps them in the order of the calendar."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.sync.agreement import Shares
+from offbeat.sync.contents import Contents
+from offbeat.sync.driver import Driver
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.items import Item, local_part
+from offbeat.sync.level import Level
+from offbeat.sync.outer import Outer
+from offbeat.sync.rounds import Round
+from offbeat.sync.track import Track
+from offbeat.wire.peers import Peers
+
+__all__ = ["Tracks"]
+
+
+class Tracks:
+    """The levels of a replica at work.
+
+    Args:
+        levels: lowest first.
+        peers: the ranks of each level.
+        exchanges: what averages dense tensors at each level.
+        weighted: weigh ranks by the amounts given to :meth:`see`, instead of equally.
+        copies: where copies for rounds in the background are kept; None is where the parameters are.
+        shards: all ranks of all replicas, if replicas are sharded.
+
+    Attributes:
+        outers: for each level, its anchors and outer optimizer, or None.
+        count: the number of rounds begun.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        levels: Sequence[Level],
+        peers: Sequence[Peers],
+        exchanges: Sequence[Exchange],
+        *,
+        weighted: bool = False,
+        copies: torch.device | None = None,
+        shards: Peers | None = None,
+    ) -> None:
+        self._shards = shards
+        self._contents, self._levels, self._peers = contents, list(levels), list(peers)
+        self._exchanges = list(exchanges)
+        self._weighted = weighted
+        self._driver = Driver()
+        self.outers = [None if level.outer is None else Outer(level, contents.groups) for level in levels]
+        self._tracks: list[list[Track]] = []
+        for i, level in enumerate(levels):
+            below = [outer for outer in self.outers[:i] if outer is not None]
+            self._tracks.append(
+                [
+                    Track(
+                        level, part, peers[i], contents, exchanges[i], self.outers[i], below,
+                        place=i, weighted=weighted, copies=copies, shards=shards,
+                    )
+                    for part in range(level.parts)
+                ]
+            )  # fmt: skip
+        self.count = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """The number of bytes this rank has sent."""
+        return sum(exchange.bytes_sent for exchange in {id(e): e for e in self._exchanges}.values())
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether any level has an outer optimizer."""
+        return any(outer is not None for outer in self.outers)
+
+    def _every(self) -> Iterable[Track]:
+        return (track for tracks in self._tracks for track in tracks)
+
+    def see(self, amount: float) -> None:
+        """Add to the amount of data this rank has trained on."""
+        if not self._weighted:
+            raise ValueError("seen() needs weighted=True, but all ranks have the same weight; pass weighted=True")
+        if not (amount >= 0 and math.isfinite(amount)):
+            raise ValueError(f"seen() takes a non-negative, finite number, but got {amount!r}")
+        for track in self._every():
+            track.seen += float(amount)
+
+    def move(self) -> None:
+        """Record that this rank has made a step."""
+        for track in self._every():
+            track.moved = True
+
+    def follow(self) -> None:
+        """Take anchors of parameters that have none yet."""
+        for outer in self.outers:
+            if outer is not None:
+                outer.follow(self._contents.params())
+
+    def refresh(self) -> None:
+        """Take the parameters as they are as anchors."""
+        for outer in self.outers:
+            if outer is not None:
+                outer.refresh(self._contents.params())
+
+    def anchor_items(self) -> list[Item]:
+        """All anchors of all levels."""
+        return [item for outer in self.outers if outer is not None for item in outer.items(list(outer.anchors))]
+
+    def after_step(self, step: int, due: Sequence[tuple[int, int]]) -> None:
+        """Land rounds whose time has come, and begin those that are due.
+
+        Args:
+            step: the step that has just been made.
+            due: levels and fragments, as the calendar has them.
+        """
+        problems: list[Exception] = []
+        self._try(problems, self.land_due, step, due)
+        for level, part in due:
+            track = self._tracks[level][part]
+            if track.level.delay:
+                self._launch(track, step)
+            else:
+                self._try(problems, self._run, track, track.make_round(step))
+        if problems:
+            raise problems[0]
+
+    def land_due(self, step: int, due: Sequence[tuple[int, int]]) -> None:
+        """Land rounds whose time has come after this step, and those that are in the way of what is due."""
+        problems: list[Exception] = []
+        for track in list(self._every()):
+            flight = track.flight
+            if flight is not None and (step - flight.step >= track.level.delay or self._is_in_the_way(track, due)):
+                self._try(problems, self._land, track)
+        if problems:
+            raise problems[0]
+
+    def note_rates(self) -> None:
+        """Remember the inner optimizer's learning rates, for outer optimizers that ask for them."""
+        for outer in self.outers:
+            if outer is not None:
+                outer.note_rates()
+
+    def _try(self, problems: list[Exception], do: Callable[..., Any], *args: Any) -> None:
+        try:
+            do(*args)
+        except Exception as error:  # other ranks may not see it, and go on to the next round
+            problems.append(error)
+
+    def _is_in_the_way(self, track: Track, due: Sequence[tuple[int, int]]) -> bool:
+        """Whether a round in flight must land before one of these begins."""
+        mine = next(i for i, tracks in enumerate(self._tracks) if track in tracks)
+        for level, part in due:
+            other = self._tracks[level][part]
+            plain = track.outer is None and other.outer is None
+            if other is track or (level != mine and (mine < level or plain) and self._overlap(track, other)):
+                return True
+        return False
+
+    def _overlap(self, a: Track, b: Track) -> bool:
+        return a.level.parts == 1 or b.level.parts == 1 or not set(a.names()).isdisjoint(b.names())
+
+    def _launch(self, track: Track, step: int) -> None:
+        one = track.make_round(step)
+        one.take()
+        if track.peers.size > 1:
+            self._driver.start(one)
+            track.flight = one
+            self.count += 1
+            self._forget(one)
+        else:
+            self._run(track, one)
+
+    def _run(self, track: Track, one: Round, adjust: Callable[[Shares], Shares] = lambda shares: shares) -> None:
+        """Exchange and land a round now."""
+        self._land_below(track)
+        one.take()
+        self._driver.run(one, adjust=adjust)
+        changed = one.land(self._contents.params())
+        if changed:
+            self.count += track.peers.size > 1
+            self._completed(one)
+            self._forget(one)
+
+    def _land_below(self, track: Track) -> None:
+        """Land what is in flight at this track, and at lower levels for the same parameters."""
+        for tracks in self._tracks:
+            for other in tracks:
+                if other.flight is not None and (other is track or self._overlap(other, track)):
+                    self._land(other)
+            if track in tracks:
+                return
+
+    def _land(self, track: Track) -> None:
+        """Wait for the round in flight and apply it; raises if it failed."""
+        one = track.flight
+        assert one is not None
+        mine = next(i for i, tracks in enumerate(self._tracks) if track in tracks)
+        for lower in self._tracks[:mine]:
+            for other in lower:
+                if other.flight is not None and self._overlap(other, track):
+                    self._land(other)
+        self._driver.wait(one)
+        track.flight = None
+        try:
+            changed = one.land(self._contents.params())
+        except BaseException:
+            self._remember_again(one)
+            raise
+        if changed:
+            self._completed(one)
+        else:
+            self._remember_again(one)
+
+    def _completed(self, one: Round) -> None:
+        one.track.rounds += 1
+        if one.left_out:
+            self._contents.mend_state()
+        self._contents.reset_state()
+
+    def land(self) -> None:
+        """Wait for all rounds in flight and apply them; raises if one failed."""
+        problems: list[Exception] = []
+        for track in self._every():
+            if track.flight is not None:
+                self._try(problems, self._land, track)
+        if problems:
+            raise problems[0]
+
+    def abandon(self) -> None:
+        """Drop rounds in flight."""
+        for track in self._every():
+            if track.flight is not None:
+                self._driver.wait(track.flight)
+                if track.flight.error is not None and not track.flight.reported:
+                    warnings.warn(f"a round in the background failed: {track.flight.error}", stacklevel=3)
+                track.flight = None
+
+    def now(self, step: int) -> None:
+        """Exchange everything at the top level now."""
+        self.land()
+        for track in self._tracks[-1]:
+            self._run(track, track.make_round(step, now=True), functools.partial(self._shares, track))
+
+    def take_part(self, step: int, level: int, part: int, *, may_be_last: bool) -> bool:
+        """Take part in a round of the other ranks, on a rank that has no data left.
+
+        Args:
+            may_be_last: whether this is the last round if no rank has data left.
+
+        Returns:
+            Whether no rank of the level has data left.
+        """
+        track = self._tracks[level][part]
+        self._land_below(track)
+        one = track.make_round(step, done=True)
+
+        def adjust(shares: Shares) -> Shares:
+            return self._shares(track, shares) if shares.all_done and may_be_last else shares
+
+        self._run(track, one, adjust)
+        assert one.shares is not None
+        return one.shares.all_done
+
+    def _shares(self, track: Track, shares: Shares) -> Shares:
+        """The weights of a round that must make ranks equal, although no rank may have a weight.
+
+        Ranks that have trained since the last round get one; if there are none, all ranks do, because applying a
+        delayed average may have rounded differently on each rank.
+        """
+        if not shares.nobody:
+            return shares
+        weights = [float(moved) for moved in shares.moved] if any(shares.moved) else [1.0] * len(shares.moved)
+        changed = Shares.of(weights, track.peers.rank)
+        return replace(shares, **{name: getattr(changed, name) for name in ("factor", "divisor", "is_first", "nobody")})
+
+    def parts(self, level: int) -> range:
+        """The fragments of a level."""
+        return range(len(self._tracks[level]))
+
+    def _forget(self, one: Round) -> None:
+        """Start counting anew after a round, which includes lower levels that have the same parameters."""
+        self._contents.mark_averaged()
+        one.forgotten = []
+        for tracks in self._tracks:
+            for other in tracks:
+                if other is one.track or self._covers(one.track, other):
+                    one.forgotten.append((other, other.seen))
+                    other.seen, other.moved = 0.0, False
+            if one.track in tracks:
+                return
+
+    def _covers(self, track: Track, other: Track) -> bool:
+        return other.level is not track.level and set(other.names()) <= set(track.names())
+
+    def _remember_again(self, one: Round) -> None:
+        """Put back the amounts of a round that has failed, for the next one."""
+        for track, amount in one.forgotten or [(one.track, one.on_board)]:
+            track.seen += amount
+        for track in self._every():
+            track.moved = True
+
+    def latest(self, step: int) -> int:
+        """The largest number of steps that any rank has made."""
+        peers = self._peers[-1]
+        number = torch.tensor([step], dtype=torch.int64, device=peers.device)
+        peers.all_reduce(number, "max").wait()
+        return int(number)
+
+    def state_dict(self, *, anchored: bool) -> dict[str, Any]:
+        """What all tracks need to continue, with rounds in flight waited for but not applied.
+
+        Args:
+            anchored: whether anchors are in use; before that there is nothing to save of them.
+        """
+        for track in self._every():
+            if track.flight is not None:
+                self._driver.wait(track.flight)
+        return {
+            "syncs": self.count,
+            "tracks": [[track.state_dict() for track in tracks] for tracks in self._tracks],
+            "outer": [outer.state_dict() if outer is not None and anchored else None for outer in self.outers],
+        }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise if this cannot be loaded."""
+        saved = state.get("tracks")
+        if saved is None:
+            return
+        params = self._contents.params()
+        shapes = {name: local_part(p).shape for name, p in params.items()}
+        shapes |= {item.name: local_part(item.tensor).shape for item in self._contents.buffers()}
+        same = [len(tracks) for tracks in saved] == [len(tracks) for tracks in self._tracks]
+        for i, tracks in enumerate(saved):
+            for track in tracks:
+                flight = track["flight"]
+                if flight is not None and not same:
+                    raise ValueError(
+                        f"the checkpoint has a round in flight, and {[len(one) for one in saved]} fragments at its "
+                        f"levels, but there are {[len(one) for one in self._tracks]} here; nothing was changed. Load "
+                        "it with the levels it was saved with, or save after finish()"
+                    )
+                kind = self._tracks[i][0].codec is not None if i < len(self._tracks) else False
+                if flight is not None and ("flat" in flight) != kind:
+                    raise ValueError(
+                        "the checkpoint has a round in flight that was encoded, and here it would not be, or the other "
+                        "way round; nothing was changed. Load it with the codec it was saved with, or save after "
+                        "finish()"
+                    )
+                for name, value in (flight or {}).get("values", {}).items():
+                    if shapes.get(name) != value.shape:
+                        found = tuple(shapes[name]) if name in shapes else "no such tensor"
+                        raise ValueError(
+                            f"the checkpoint has an average in flight for {name!r} of shape {tuple(value.shape)}, but "
+                            f"this model has {found}; nothing was changed. Load the checkpoint into the model it was "
+                            "saved from"
+                        )
+            outer = self.outers[i] if i < len(self.outers) else None
+            if len(saved) == len(self._tracks) and outer is not None and state["outer"][i] is not None:
+                outer.check_state_dict(state["outer"][i], params)
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Continue from :meth:`state_dict`. Returns whether anchors were loaded, if there are any."""
+        self.abandon()
+        self.count = int(state.get("syncs", 0))
+        saved, outers = state.get("tracks") or [], state.get("outer") or []
+        for track in self._every():
+            track.seen, track.moved, track.rounds, track.residual, track.residual_of = 0.0, True, 0, None, []
+        params = self._contents.params()
+        complete = True
+        for i, outer in enumerate(self.outers):
+            if outer is None:
+                continue
+            # Anchors belong to a level, whatever its fragments are.
+            one = outers[i] if len(outers) == len(self.outers) else None
+            if one is not None:
+                outer.load_state_dict(one, params)
+            else:
+                outer.reset()
+                complete = False
+        if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
+            if saved:
+                warnings.warn(
+                    f"the checkpoint has {[len(one) for one in saved]} fragments at its levels, but there are "
+                    f"{[len(one) for one in self._tracks]} here: what ranks had seen, and what encoding had lost, is "
+                    "dropped",
+                    stacklevel=4,
+                )
+            return complete
+        for tracks, some in zip(self._tracks, saved, strict=True):
+            for track, values in zip(tracks, some, strict=True):
+                track.load_state_dict(values)
+        return complete
+
+    def anchors(self, level: int) -> dict[str, Tensor]:
+        """The anchors of a level, by parameter name; empty without an outer optimizer."""
+        outer = self.outers[level]
+        return {} if outer is None else outer.anchors
+
+    def close(self) -> None:
+        """Close the connections, after the rounds in flight."""
+        peers = [*self._peers, *([] if self._shards is None else [self._shards])]
+
+        def close() -> None:
+            for one in peers:
+                one.close()
+
+        self._driver.close(close)

@@ -1,0 +1,417 @@
+"""What can go wrong around rounds: ends, loads, parameters that come and go. Replicas in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offbeat
+from tests.sync_reference import batch, flat, loss, make, sgd
+
+SEEDING = threading.Lock()  # ranks in one process share torch's generator
+adam = functools.partial(offbeat.Adam, lr=0.05)
+nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def build(seed: int = 0) -> nn.Sequential:
+    with SEEDING:
+        return make(seed)
+
+
+def train(model: nn.Module, optimizer: Any, steps: Any, rank: int) -> None:
+    for step in steps:
+        loss(model, batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def replicas(world: int, function: Any) -> list[Any]:
+    return offbeat.Simulation(world, timeout=30).run(function)
+
+
+def rounds(replica: Any) -> list[list[int]]:
+    return [[track.rounds for track in tracks] for tracks in replica._tracks._tracks]
+
+
+def anchors(replica: Any) -> torch.Tensor:
+    return torch.cat([a.reshape(-1) for a in replica.anchors().values()])
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("every", [4, lambda step: 4])
+def test_a_fragment_of_the_level_above_does_not_do_for_a_lower_level(every, delay):
+    def run(rank, peers):
+        model = build()
+        levels = [
+            offbeat.Level(every=every, phase=4, group=1),
+            offbeat.Level(every=16, outer=nesterov, fragments=4, delay=delay),
+        ]
+        replica = offbeat.Replica(sgd(model.parameters()), model, levels, group=peers, subgroup=None)
+        train(model, replica, range(32), rank)
+        return rounds(replica)
+
+    for (lower,), top in replicas(2, run):
+        assert lower == 8
+        assert sum(top) >= 7
+
+
+def test_only_what_replaces_the_parameters_covers_lower_levels():
+    def run(rank, peers):
+        model = build()
+        levels = [
+            offbeat.Level(every=2, group=1),
+            offbeat.Level(every=5, group=1),
+            offbeat.Level(every=6, outer=nesterov, delay=3),
+        ]
+        replica = offbeat.Replica(sgd(model.parameters()), model, levels, group=peers, subgroup=None)
+        train(model, replica, range(12), rank)
+        return rounds(replica)
+
+    # After 10 steps the second level covers the first; the third, which is late, covers nobody.
+    assert all(found == [[5], [2], [1]] for found in replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"fragments": 2}, {"codec": "int8", "error_feedback": 1.0}])
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_outer_step_without_a_step(options, world):
+    """finish() and sync() right after a round, and again: momentum does not go on by itself."""
+
+    def run(rank, peers):
+        model = build()
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, group=peers, subgroup=None, **options)
+        train(model, diloco, range(8), rank)
+        diloco.finish()
+        diloco.sync()
+        before, moved = flat(model), anchors(diloco)
+        for _ in range(2):
+            diloco.finish()
+            diloco.sync()
+        assert torch.equal(flat(model), before)
+        assert torch.equal(anchors(diloco), moved)
+        return flat(model), moved
+
+    found = replicas(world, run)
+    assert all(torch.equal(model, found[0][1]) for model, _ in found)
+
+
+def test_rounds_before_any_local_step_move_nothing():
+    def run(rank, peers):
+        model = build()
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, warmup=5, group=peers, subgroup=None)
+        train(model, diloco, range(3), rank)
+        before = flat(model)
+        diloco.sync()  # in warm-up
+        assert torch.allclose(flat(model), before, rtol=1e-12)
+        train(model, diloco, range(3, 5), rank)
+        before = flat(model)
+        diloco.finish()  # after it, without a local step
+        assert torch.allclose(flat(model), before, rtol=1e-12)
+        other = build()
+        diloco = offbeat.DiLoCo(sgd(other.parameters()), other, every=4, group=peers, subgroup=None)
+        other.load_state_dict(build(seed=1).state_dict())  # weights that come after the optimizer
+        before = flat(other)
+        diloco.finish()
+        assert torch.allclose(flat(other), before, rtol=1e-12)
+
+    replicas(2, run)
+
+
+@pytest.mark.parametrize("policy", ["skip", "leave_out"])
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_a_round_that_was_skipped_is_saved_as_such(policy, outer):
+    def run(rank, peers):
+        finals = []
+        for stop in (False, True):
+            model = build()
+            level = offbeat.Level(every=4, phase=4, delay=3, outer=outer, nonfinite=policy)
+            build_replica = functools.partial(offbeat.Replica, levels=[level], group=peers, subgroup=None)
+            replica = build_replica(sgd(model.parameters()), model)
+            train(model, replica, range(3), rank)
+            with torch.no_grad():
+                if rank == 1:
+                    model[0].bias[0] = float("nan")
+            replica.optim.param_groups[0]["lr"] = 0.0
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                replica.step()
+                if stop:
+                    saved = copy.deepcopy((model.state_dict(), replica.state_dict()))
+                    model = build(seed=2)
+                    replica = build_replica(sgd(model.parameters()), model)
+                    model.load_state_dict(saved[0])
+                    replica.load_state_dict(saved[1])
+                for _ in range(3):
+                    replica.step()
+            finals.append(torch.cat([flat(model), anchors(replica) if outer else torch.zeros(1)]))
+        assert torch.equal(finals[0].nan_to_num(7.0), finals[1].nan_to_num(7.0))
+        return finals[1]
+
+    found = replicas(2, run)
+    assert found[0].isfinite().all()
+    if policy == "leave_out":
+        assert found[1].isfinite().all()
+
+
+def test_schedulers_and_state_of_the_outer_optimizer_after_a_load():
+    def run(rank, peers):
+        def make_one():
+            model = build()
+            return model, offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+
+        model, diloco = make_one()
+        fresh = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(diloco.outer, 0.5)
+        train(model, diloco, range(4), rank)
+        saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+        outer = diloco.outer
+        diloco.load_state_dict(saved[1])
+        assert diloco.outer is outer
+        scheduler.step()
+        assert diloco.outer.param_groups[0]["lr"] == 0.3
+        # A checkpoint from before the first local step leaves nothing behind of what came after it.
+        model.load_state_dict(fresh[0])
+        diloco.load_state_dict(fresh[1])
+        diloco.outer.param_groups[0]["lr"] = 0.6
+        train(model, diloco, range(6), rank)
+        other, again = make_one()
+        train(other, again, range(6), rank)
+        assert torch.equal(flat(model), flat(other))
+
+    replicas(2, run)
+
+
+def test_a_learning_rate_that_has_fallen_to_zero():
+    def run(rank, peers):
+        model = build()
+        slowmo = offbeat.SlowMo(sgd(model.parameters()), model, every=4, slow_momentum=0.0, group=peers, subgroup=None)
+        train(model, slowmo, range(6), rank)
+        before = flat(model)
+        slowmo.optim.param_groups[0]["lr"] = 0.0
+        slowmo.finish()
+        return before, flat(model)
+
+    found = replicas(2, run)
+    mean = (found[0][0] + found[1][0]) / 2
+    for _, after in found:
+        torch.testing.assert_close(after, mean, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_parameters_that_come_and_go(codec):
+    """Unfrozen, frozen and removed between rounds; saved and loaded in between."""
+
+    def run(rank, peers):
+        def make_one(model):
+            inner = torch.optim.SGD([{"params": model[i].parameters()} for i in (0, 2, 4)], lr=0.1)
+            feedback = None if codec is None else 1.0
+            return offbeat.DiLoCo(
+                inner, model, every=2, codec=codec, error_feedback=feedback, group=peers, subgroup=None
+            )
+
+        model = build()
+        model[2].requires_grad_(False)
+        diloco = make_one(model)
+        train(model, diloco, range(2), rank)
+        diloco.outer.param_groups[0]["lr"] = 0.25
+        model[2].requires_grad_(True)
+        train(model, diloco, range(2, 6), rank)
+        assert diloco.outer.param_groups[-1]["lr"] == 0.25
+        model[0].requires_grad_(False)
+        train(model, diloco, range(6, 8), rank)
+        saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+        del diloco.optim.param_groups[2]
+        train(model, diloco, range(8, 10), rank)
+        diloco.load_state_dict(diloco.state_dict())
+        train(model, diloco, range(10, 12), rank)
+        result = flat(model)
+        model.load_state_dict(saved[0])
+        other = make_one(model)
+        other.load_state_dict(saved[1])
+        train(model, other, range(8, 10), rank)
+        return result, anchors(other)
+
+    found = replicas(2, run)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_new_parameters_that_differ_raise():
+    def run(rank, peers):
+        model = build()
+        model[4].requires_grad_(False)
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, diloco, range(2), rank)
+        with torch.no_grad():
+            model[4].weight.add_(rank)
+        model[4].requires_grad_(True)
+        with pytest.raises(offbeat.Disagreement, match=r"'4\.weight' of rank 1 differs"):
+            train(model, diloco, range(2, 4), rank)
+
+    replicas(2, run)
+
+
+@pytest.mark.parametrize(("phase", "first"), [(None, 3), (5, 5), (1, 1)])
+def test_the_first_round_of_a_period_that_is_a_function(phase, first):
+    def run(rank, peers):
+        model = build()
+        level = offbeat.Level(every=lambda step: 3, phase=phase, outer=adam)
+        replica = offbeat.Replica(sgd(model.parameters()), model, [level], group=peers, subgroup=None)
+        syncs = []
+        for step in range(9):
+            train(model, replica, range(step, step + 1), rank)
+            syncs.append(replica.syncs)
+        return [step + 1 for step, n in enumerate(syncs) if n > (syncs[step - 1] if step else 0)]
+
+    assert all(found[:2] == [first, first + 3] for found in replicas(2, run))
+
+
+def test_a_replica_that_was_left_out_recovers():
+    def run(rank, peers):
+        model = build()
+        level = offbeat.Level(every=2, outer=nesterov, nonfinite="leave_out")
+        inner = offbeat.AdamW(model.parameters(), lr=0.01)
+        replica = offbeat.Replica(inner, model, [level], group=peers, subgroup=None)
+        train(model, replica, range(3), rank)
+        loss(model, batch(3, rank)).backward()
+        if rank == 1:
+            model[0].weight.grad[0, 0] = float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replica.step()
+            replica.zero_grad()
+            train(model, replica, range(4, 8), rank)
+        return flat(model)
+
+    found = replicas(2, run)
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
+    with pytest.raises(ValueError, match="cannot be used with fragments"):
+        offbeat.Level(every=4, fragments=2, nonfinite="leave_out")
+
+
+def test_one_replica_that_is_not_finite():
+    def run(rank, peers):
+        model = build()
+        level = offbeat.Level(every=1, outer=nesterov, nonfinite="leave_out")
+        replica = offbeat.Replica(
+            torch.optim.SGD(model.parameters(), lr=0.0), model, [level], group=peers, subgroup=None
+        )
+        with torch.no_grad():
+            model[0].bias[0] = float("nan")
+        replica._anchored = True
+        with pytest.raises(offbeat.NotFinite):
+            replica.step()
+        assert anchors(replica).isfinite().all()
+
+    replicas(1, run)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "words"),
+    [
+        ({"codec": offbeat.TopK(0.05)}, {"codec": offbeat.TopK(0.9)}, "codec is not the same"),
+        (
+            {"level": {"anchor_dtype": torch.float32}},
+            {"level": {"anchor_dtype": torch.bfloat16}},
+            "anchor_dtype is not",
+        ),
+        ({"outer_lr": 0.5}, {"outer_lr": 0.6}, "outer is not the same"),
+    ],
+)
+def test_options_are_compared(one, two, words):
+    def run(rank, peers):
+        model = build()
+        with pytest.raises(offbeat.Disagreement, match=words):
+            offbeat.DiLoCo(sgd(model.parameters()), model, group=peers, subgroup=None, **(two if rank else one))
+
+    replicas(2, run)
+
+
+def test_other_fragments_and_codecs_after_a_load():
+    def run(rank, peers):
+        def make_one(**options):
+            model = build()
+            return model, offbeat.DiLoCo(sgd(model.parameters()), model, every=4, group=peers, subgroup=None, **options)
+
+        model, diloco = make_one()
+        train(model, diloco, range(4), rank)
+        saved = copy.deepcopy(diloco.state_dict())
+        _, other = make_one(fragments=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            other.load_state_dict(saved)
+        assert torch.equal(anchors(other), anchors(diloco))
+        assert len(other.outer.state) == len(list(model.parameters()))
+        model, diloco = make_one(delay=3, codec="int8")
+        train(model, diloco, range(5), rank)
+        saved = copy.deepcopy(diloco.state_dict())
+        _, plain = make_one(delay=3)
+        with pytest.raises(ValueError, match="codec it was saved with"):
+            plain.load_state_dict(saved)
+        assert plain.steps == 0
+
+    replicas(2, run)
+
+
+def test_weights():
+    def run(rank, peers):
+        model = build()
+        level = offbeat.Level(every=2, phase=1, delay=1, nonfinite="skip")
+        replica = offbeat.Replica(
+            torch.optim.SGD(model.parameters(), lr=0.0), model, [level], group=peers, subgroup=None, weighted=True
+        )
+        with torch.no_grad():
+            model[0].bias[0] = float("nan")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replica.seen(100)
+            replica.step()
+            replica.seen(100)
+            replica.step()
+        assert replica._tracks._tracks[0][0].seen == 200  # a round that was skipped has used nothing up
+        with torch.no_grad():
+            model[0].bias[0] = 0.0
+        replica.step()
+        replica.step()
+        replica.sync()  # right after a round nobody has a weight, and all are equal
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))
+
+
+def test_tied_weights_have_their_first_name():
+    def run(rank, peers):
+        class Tied(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.embedding = nn.Linear(4, 4)
+                self.head = nn.Linear(4, 4)
+                self.head.weight = self.embedding.weight
+
+        with SEEDING:
+            torch.manual_seed(0)
+            model = Tied()
+        names = [name for name, _ in model.named_parameters()]
+        parts = [names[:1], names[1:]]
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, fragments=parts, group=peers, subgroup=None)
+        assert set(diloco.anchors()) == set(names)
+
+    replicas(2, run)
+
+
+def test_everything_is_exchanged_through_peers():
+    """Else it would not run over a simulated network, nor over one whose members change."""
+    folder = Path(offbeat.sync.__file__).parent
+    lines = [(path.name, line) for path in folder.glob("*.py") for line in path.read_text().splitlines()]
+    collectives = re.compile(r"(?<!>>> )\bdist\.\w|^\s*import torch\.distributed")
+    assert lines
+    assert [one for one in lines if collectives.search(one[1]) and ">>>" not in one[1]] == []
