@@ -116,7 +116,7 @@ TASKS = {
 }
 
 
-def run(name: str, seed: int, quick: bool) -> tuple[str, dict[str, Any]]:
+def run(name: str, seed: int, steps: int, quick: bool) -> tuple[str, dict[str, Any]]:
     """All arms of a task with one seed, and the data in words."""
     task = TASKS[name]
     samples = task.samples()
@@ -124,7 +124,7 @@ def run(name: str, seed: int, quick: bool) -> tuple[str, dict[str, Any]]:
         samples = samples._replace(held_out_x=samples.held_out_x[:32], held_out_y=samples.held_out_y[:32])
     found = {}
     for arm in task.arms:
-        found[arm] = one = train(task, ARMS[arm], samples, seed, 10 if quick else task.steps)
+        found[arm] = one = train(task, ARMS[arm], samples, seed, steps)
         end = one["curve"][-1]["loss"]
         print(f"{name}, seed {seed}, {arm}: {end:.4f}, finished {one['finished'][0]:.4f}, {one['wall']} s", flush=True)
     return samples.words, found
@@ -134,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", nargs="+", type=int, help="0 1 2 unless told; 0 with --quick")
+    parser.add_argument("--times", type=int, default=1, help="as many times the steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -151,8 +152,8 @@ def main() -> None:
     for name in options.tasks:
         task = TASKS[name]
         for seed in seeds:
-            words, found = run(name, seed, options.quick)
-            steps = 10 if options.quick else task.steps
+            steps = 10 if options.quick else options.times * task.steps
+            words, found = run(name, seed, steps, options.quick)
             one = result["tasks"].setdefault(
                 name,
                 {

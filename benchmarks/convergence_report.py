@@ -42,7 +42,8 @@ steps between rounds.
   as DDP.
 - Error feedback is 1.0 for int2 and 0.95 for TopK. SlowMo and DiLoCo have their default outer settings (a slow
   momentum of 0.5; Nesterov with learning rate 0.6 and momentum 0.9) unless the name says otherwise. The learning rate
-  of the GPT, and the outer settings 0.8 and 0.6, were chosen with another seed (100)."""
+  of the GPT, and the outer settings 0.8 and 0.6, were chosen with another seed (100). "DDP, lr × √2", "DiLoCo(8)" and
+  streaming with 0.8 and 0.6 were added after the results of the other arms were known."""
 
 
 def middle(values: list[float], form: str = "{:+.2%}") -> str:
