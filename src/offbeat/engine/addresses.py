@@ -68,10 +68,6 @@ class AddressBook:
             self._reads_in_python = not suits(module, self._device)
             self._compiled = None if self._reads_in_python else module
 
-    def is_unchanged(self, row: int) -> bool:
-        """Whether the tensors of a row are what they were, and have memory."""
-        return all(self._address(c, row, column[row]) is not None for c, column in enumerate(self.columns))
-
     def fill(self, grads: Sequence[Tensor | None]) -> None:
         """Set :attr:`tables` for gradients that have been checked, as the columns have been."""
         # An empty gradient has no address, but it is there.

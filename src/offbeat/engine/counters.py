@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,16 +30,18 @@ class ScalarColumn:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        self.line = _common_line(tensors)
-        self._lines = _lines(tensors) if self.line is None else []
+        self._lines = _lines(tensors)
+        # Usually all lie side by side, in order.
+        in_order = len(self._lines) == 1 and self._lines[0][1] == list(zip(*[range(len(tensors))] * 2, strict=True))
+        self._line = self._lines[0][0] if in_order else None
         self._bytes: Any = None
-        if self.line is not None and self.line.device.type == "cpu":
-            self._bytes = (ctypes.c_char * self.line.nbytes).from_address(self.line.data_ptr())
+        if self._line is not None and self._line.device.type == "cpu":
+            self._bytes = (ctypes.c_char * self._line.nbytes).from_address(self._line.data_ptr())
 
     def read(self) -> list[float]:
         """All values, in order."""
-        if self.line is not None:
-            return self.line.tolist()
+        if self._line is not None:
+            return self._line.tolist()
         if not self._lines:
             return [t.item() for t in self.tensors]
         values = [0.0] * len(self.tensors)
@@ -49,86 +51,62 @@ class ScalarColumn:
                 values[i] = numbers[at]
         return values
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether :meth:`raw` works: the scalars lie side by side in the host's memory."""
-        return self._bytes is not None
-
-    def raw(self) -> bytes:
-        """The bytes of all values."""
-        found: bytes = self._bytes.raw
-        return found
+    def raw(self) -> bytes | None:
+        """The bytes of all values, if they lie side by side in the host's memory."""
+        return None if self._bytes is None else self._bytes.raw
 
     def vector(self) -> Tensor:
         """All values as one tensor, on the device where they are stored. Do not write to it."""
-        return self.line if self.line is not None else torch.stack([t.reshape(()) for t in self.tensors])
+        return self._line if self._line is not None else torch.stack([t.reshape(()) for t in self.tensors])
 
     def assign(self, values: Tensor) -> None:
         """Set all, from a tensor with one element for each."""
-        if self.line is not None:
-            self.line.copy_(values)
+        if self._line is not None:
+            self._line.copy_(values)
         else:
             pairs = zip(values.unbind(), self.tensors, strict=True)
             foreach_copy_(self.tensors, [v.view(t.shape) for v, t in pairs])
 
     def count(self, active: Sequence[int] | None) -> None:
         """Add one to those at the positions ``active``; to all for None."""
-        if self.line is not None and active is None:
-            self.line.add_(1)
-        elif self._lines:
-            chosen = range(len(self.tensors)) if active is None else set(active)
+        if self._line is not None and active is None:
+            self._line.add_(1)
+            return
+        chosen: Collection[int] = range(len(self.tensors)) if active is None else active
+        if self._lines and self.tensors[0].device.type == "cpu":
+            chosen = set(chosen)
             for line, places in self._lines:
                 more = [0.0] * len(line)
                 for i, at in places:
                     more[at] += i in chosen
-                line.add_(torch.tensor(more, dtype=line.dtype, device=line.device))
-        elif active is None or active:
-            foreach_add_(self.tensors if active is None else [self.tensors[i] for i in active], 1)
+                line.add_(torch.tensor(more, dtype=line.dtype, device="cpu"))
+        elif chosen:
+            foreach_add_([self.tensors[i] for i in chosen], 1)
 
-    def write(self, values: Sequence[float | None]) -> None:
-        """Set each to its value; None leaves one as it is."""
-        distinct = set(values)
-        if self.line is not None and len(distinct) == 1:
-            value = distinct.pop()
-            if value is not None:
-                self.line.fill_(value)
-            return
-        if self._lines:
+    def write(self, values: Mapping[int, float]) -> None:
+        """Set those at these positions."""
+        if self._line is not None and len(values) == len(self.tensors) and len(set(values.values())) == 1:
+            self._line.fill_(values[0])
+        elif self._lines:
             for line, places in self._lines:
                 numbers = line.tolist()
                 for i, at in places:
-                    new = values[i]
-                    numbers[at] = numbers[at] if new is None else new
+                    numbers[at] = values.get(i, numbers[at])
                 line.copy_(torch.tensor(numbers, dtype=line.dtype, device=line.device))
-            return
-        for t, value in zip(self.tensors, values, strict=True):
-            if value is not None:
-                t.fill_(value)
-
-
-def _common_line(tensors: list[Tensor]) -> Tensor | None:
-    """The one-dimensional tensor that these 0-d tensors are the elements of, in order and without gaps."""
-    first = tensors[0]
-    size = first.element_size()
-    start = first.data_ptr()
-    storage = storage_id(first.untyped_storage())
-    for i, t in enumerate(tensors):
-        if t.dtype != first.dtype or t.device != first.device or t.dim():
-            return None
-        if t.data_ptr() != start + i * size or storage_id(t.untyped_storage()) != storage:
-            return None
-    return first.detach().as_strided((len(tensors),), (1,), first.storage_offset())
+        else:
+            for i, value in values.items():
+                self.tensors[i].fill_(value)
 
 
 def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-    """0-d tensors on the host, by storage: each storage as one tensor, with the positions of its scalars.
+    """0-d tensors by storage: each storage as one tensor, with the positions of its scalars.
 
     Counters of parameters that began at different steps lie in different storages, usually a few. The result is empty
     if there are many, or if a storage mostly holds something else.
     """
     found: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
-        if t.device.type != "cpu" or t.dim() or t.requires_grad:
+        if t.dim() or t.requires_grad:
             return []
         found.setdefault((storage_id(t.untyped_storage()), t.dtype), []).append(i)
     if len(found) > max(1, len(tensors) // 8):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from offbeat._torch import FOREACH, foreach_add, foreach_add_, foreach_copy_
 from offbeat.engine.tensors import flat, is_dense, same_layout
-from offbeat.engine.trace import Constant, Program
+from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
 __all__ = ["run_foreach"]
@@ -24,12 +24,10 @@ __all__ = ["run_foreach"]
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
-def run_foreach(
-    program: Program, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float], compute: torch.dtype
-) -> None:
-    """Apply ``program`` in place. ``columns`` holds one list of tensors for each of the program's inputs."""
+def run_foreach(typed: TypedProgram, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float]) -> None:
+    """Run a program in place. ``columns`` holds one list of tensors for each of its inputs."""
     for piece in _pieces(columns):
-        _run_piece(program, piece, coefficients, compute)
+        _run_piece(typed.program, piece, coefficients, typed.compute)
 
 
 def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:

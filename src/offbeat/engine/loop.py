@@ -5,13 +5,13 @@ The other tiers are tested against it. It takes tensors that they cannot take, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from offbeat.engine.tensors import flat, is_dense, is_plain, same_layout
+from offbeat.engine.tensors import compute_dtype, flat, is_dense, is_plain, same_layout
+from offbeat.rules.rule import Rule
 
 __all__ = ["evaluate", "run_loop"]
 
@@ -20,43 +20,37 @@ CHUNK = 1 << 16
 
 
 def run_loop(
-    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
+    rule: Rule,
     names: Sequence[str],
     tensors: Sequence[Tensor],
     scalars: Mapping[str, Any],
-    compute: torch.dtype,
     *,
     differentiable: bool = False,
 ) -> None:
     """Update one parameter in place.
 
     Args:
-        apply: the rule's update, as :meth:`offbeat.rules.rule.Rule.apply`.
         names: the names of the tensors.
         tensors: p, g and the state.
         scalars: coefficients and structure.
-        compute: the dtype to compute in.
         differentiable: whether autograd watches.
     """
     if differentiable:
         # Autograd keeps its inputs, and the originals are about to be overwritten.
         inputs = [tensors[0].clone(), tensors[1], *(t.clone() for t in tensors[2:])]
-        _write([tensors[0], *tensors[2:]], evaluate(apply, names, inputs, scalars, compute))
+        _write([tensors[0], *tensors[2:]], evaluate(rule, names, inputs, scalars))
         return
     for piece in _chunks(tensors):
-        _write([piece[0], *piece[2:]], evaluate(apply, names, piece, scalars, compute))
+        _write([piece[0], *piece[2:]], evaluate(rule, names, piece, scalars))
 
 
 def evaluate(
-    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    scalars: Mapping[str, Any],
-    compute: torch.dtype,
+    rule: Rule, names: Sequence[str], tensors: Sequence[Tensor], scalars: Mapping[str, Any]
 ) -> Sequence[Tensor]:
-    """The new parameter and state, computed in ``compute``; nothing is changed."""
+    """The new parameter and state, in the dtype they are computed in; nothing is changed."""
+    compute = compute_dtype(t.dtype for t in tensors)
     inputs = {name: t if t.dtype == compute else t.to(compute) for name, t in zip(names, tensors, strict=True)}
-    return apply(inputs, scalars)
+    return rule.apply(inputs, scalars)
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -131,7 +131,7 @@ def run_compact(
     for t, one in zip(columns[2 : len(form)], form[2:], strict=True):
         values.append(decode(t, left.pop(0), one) if one in CODE_DTYPES else t.float())
     step = scalars["rounding_step"]
-    results = evaluate(rule.apply, names, values, scalars, torch.float32)
+    results = evaluate(rule, names, values, scalars)
     left = list(scales)
     places = [0, *range(2, len(form))]
     for t, new, one, place in zip(stored, results, [form[0], *form[2:]], places, strict=True):

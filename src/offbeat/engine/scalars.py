@@ -12,24 +12,18 @@ one element for each parameter), or with symbols that become a kernel. All of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from offbeat.engine.counters import ScalarColumn
+from offbeat.engine.options import Options
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
 
-__all__ = [
-    "Arithmetic",
-    "CoefficientSets",
-    "NumbersAhead",
-    "TensorArithmetic",
-    "coefficient_sets",
-    "wide_dtype",
-    "work_out",
-]
+__all__ = ["Arithmetic", "CoefficientSets", "Numbers", "coefficient_sets", "tensor_numbers", "work_out"]
 
 
 class Arithmetic(Protocol):
@@ -42,35 +36,27 @@ class Arithmetic(Protocol):
         """A stored value for arithmetic in double precision."""
 
 
-class _HostArithmetic:
-    """Numbers on the host. Scalars in lower precision are 0-d tensors while they are advanced."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-
-    def stored(self, key: str, value: Any) -> Any:
-        return torch.as_tensor(value, dtype=self._dtypes[key], device="cpu")
-
-    def wide(self, value: Any) -> Any:
-        return value.item()
-
-
-class TensorArithmetic:
+class _TensorArithmetic:
     """Tensors on one device; autograd may watch them."""
 
     def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
         self._dtypes, self._device = dtypes, device
 
     def stored(self, key: str, value: Any) -> Any:
-        """The value as it is stored."""
-        return torch.as_tensor(value, device=self._device).to(self._dtypes[key])
+        return torch.as_tensor(value, dtype=self._dtypes[key], device=self._device)
 
     def wide(self, value: Any) -> Any:
-        """The value in double precision, where the device has it."""
-        return value.to(wide_dtype(self._device))
+        return value.to(_wide_dtype(self._device))
 
 
-def wide_dtype(device: torch.device) -> torch.dtype:
+class _HostArithmetic(_TensorArithmetic):
+    """Numbers on the host. Scalars are 0-d tensors while they are advanced, because their precision may be lower."""
+
+    def wide(self, value: Any) -> Any:
+        return value.item()
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
     """Double precision, or the most a device has."""
     return torch.float32 if device.type in ("mps", "xla") else torch.float64
 
@@ -126,6 +112,17 @@ def work_out(
     return Numbers(coefficients, new | {"step": step} if counts else new, begins, step)
 
 
+def tensor_numbers(
+    rule: Rule, h: Values, slots: Sequence[Slot], stored: Mapping[str, Tensor], device: torch.device, *, first: bool
+) -> Numbers:
+    """The numbers of a step as tensors, from stored scalars that are tensors on ``device``; see :func:`work_out`."""
+    before = dict(stored)
+    if "step" in before:
+        before["step"] = before["step"].to(_wide_dtype(device))
+    arithmetic = _TensorArithmetic({key: t.dtype for key, t in stored.items()}, device)
+    return work_out(rule, h, slots, before, arithmetic, first=first)
+
+
 @dataclass
 class CoefficientSets:
     """The distinct sets of coefficients of many parameters.
@@ -138,13 +135,13 @@ class CoefficientSets:
     """
 
     chosen: list[int] | None
-    sets: list[dict[str, Any]]
-    stored: list[dict[str, float]]
-    begins: list[bool]
+    sets: list[dict[str, Any]] = field(default_factory=list)
+    stored: list[dict[str, float]] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
 
-    def of(self, i: int) -> dict[str, Any]:
-        """The set of a parameter."""
-        return self.sets[self.chosen[i] if self.chosen else 0]
+    def number(self, i: int) -> int:
+        """Which set a parameter uses."""
+        return self.chosen[i] if self.chosen else 0
 
     def store(self, keys: Sequence[str], columns: Sequence[ScalarColumn], active: Sequence[int] | None) -> None:
         """Write the new scalars of the parameters at the positions ``active`` (None: all)."""
@@ -152,21 +149,12 @@ class CoefficientSets:
             if key == "step":
                 column.count(active)
             elif key in self.stored[0]:
-                chosen = self.chosen
-                values: list[float | None]
-                values = [self.stored[chosen[i] if chosen else 0][key] for i in range(len(column.tensors))]
-                if active is not None:
-                    wanted = set(active)
-                    values = [value if i in wanted else None for i, value in enumerate(values)]
-                column.write(values)
+                there = range(len(column.tensors)) if active is None else active
+                column.write({i: self.stored[self.number(i)][key] for i in there})
 
 
 def coefficient_sets(
-    rule: Rule,
-    h: Values,
-    slots: Sequence[Slot],
-    columns: Sequence[ScalarColumn],
-    first: Sequence[bool] | None,
+    options: Options, columns: Sequence[ScalarColumn], first: Sequence[bool] | None
 ) -> CoefficientSets:
     """Work out the coefficients of many parameters on the host; parameters with equal scalars share a set.
 
@@ -174,7 +162,7 @@ def coefficient_sets(
         columns: the stored scalars, one column for each scalar slot.
         first: which parameters are at their first step, for rules that do not count steps (None: none).
     """
-    keys = [slot.key for slot in slots if slot.scalar]
+    keys, h = options.scalar_keys, options.on_host()
     values = [column.read() for column in columns]
     if "step" not in keys and first is not None:
         values.append([float(f) for f in first])
@@ -184,45 +172,16 @@ def coefficient_sets(
         distinct[tuple(column[0] for column in values)] = 0
     else:
         chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
-    arithmetic = _HostArithmetic({key: c.tensors[0].dtype for key, c in zip(keys, columns, strict=True)})
-    found = CoefficientSets(chosen, [], [], [])
+    dtypes = {key: column.tensors[0].dtype for key, column in zip(keys, columns, strict=True)}
+    arithmetic = _HostArithmetic(dtypes, torch.device("cpu"))
+    found = CoefficientSets(chosen)
     for one in distinct:
         before = dict(zip(keys, one, strict=False))
         is_first = len(one) > len(keys) and bool(one[-1])
-        numbers = work_out(rule, h, slots, before, arithmetic, first=is_first)
+        numbers = work_out(options.rule, h, options.slots, before, arithmetic, first=is_first)
         row = {name: float(value) for name, value in numbers.coefficients.items()}
         row["rounding_step"] = float(numbers.step)
         found.sets.append(row)
         found.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
         found.begins.append(bool(numbers.begins))
     return found
-
-
-class NumbersAhead:
-    """Coefficients of the next step, worked out while the device is busy with this one.
-
-    They are used only if the next step finds hyperparameters and stored scalars unchanged.
-    """
-
-    def __init__(self) -> None:
-        self._seen: Any = None
-        self._made: CoefficientSets | None = None
-        self._left: list[bytes] = []
-
-    def take(self, rule: Rule, h: Values, slots: Sequence[Slot], columns: Sequence[ScalarColumn]) -> CoefficientSets:
-        """The result of :func:`coefficient_sets`, worked out now or before."""
-        made, self._made = self._made, None
-        is_same, self._seen = h is self._seen, h
-        if made is not None and is_same and self._left == [column.raw() for column in columns]:
-            return made
-        return coefficient_sets(rule, h, slots, columns, None)
-
-    def prepare(self, rule: Rule, h: Values, slots: Sequence[Slot], columns: Sequence[ScalarColumn]) -> None:
-        """Get ready for the next step. Does nothing if hyperparameters change at every step."""
-        if h is self._seen and all(column.is_readable for column in columns):
-            try:
-                self._made = coefficient_sets(rule, h, slots, columns, None)
-            except (ArithmeticError, ValueError, RuntimeError):
-                return  # this step is done; the next one raises
-            self._left = [column.raw() for column in columns]
-        self._seen = h

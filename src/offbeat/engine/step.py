@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_traced
-from offbeat.engine.batch import DeviceBatch
-from offbeat.engine.build import Part, build, check_gradients
+from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting, gradients_of
 from offbeat.engine.options import Options, OptionsCache
@@ -116,15 +115,13 @@ class Engine:
             return found
         options = self._options.of(group)
         given = [p.grad for p in params] if grads is None else grads
-        before = self._known(group, params)
         if len(set(map(id, params))) < len(params):
             layers = _layers(params, given)
             for layer in layers[1:]:
                 check_gradients(options, *layer)
             params, given = layers[0]
             again.extend((group, *layer) for layer in layers[1:])
-            before = None
-        return build(options, params, given, state, before), options
+        return Part(options, params, given, state), options
 
     def _remember(self, group: dict[str, Any], params: Sequence[Tensor], part: Part) -> None:
         """Keep batches for the next step of this group or part."""
@@ -151,7 +148,7 @@ class Engine:
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether these parameters have batches that clip in the same pass, with the bits of a separate pass."""
         part = self._parts.get(tuple(map(id, params)))
-        return part is not None and all(isinstance(b, DeviceBatch) and b.clips_exactly for b, _ in part.batches)
+        return part is not None and all(batch.clips_exactly for batch, _ in part.batches)
 
     def choices(self, group: dict[str, Any], state: State) -> list[Choice]:
         """The tiers of a group's parameters: as decided at the last step, or as they would be decided now."""
@@ -176,9 +173,8 @@ class Engine:
                 there = entry.get(slot.key)
                 missing = like if slot.dtype is None else torch.empty_like(like, dtype=slot.dtype)
                 tensors.append(_real(local(there)) if isinstance(there, Tensor) else missing)
-        program = None if options.h.differentiable else options.program()
         try:
-            return choose(self._rule, options.h, program, tensors, options.form)
+            return choose(options, tensors)
         except RuntimeError as error:
             return Choice("none", str(error))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,12 +74,9 @@ def has_values(t: Tensor) -> bool:
     return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
 
 
-def compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype to compute in: the widest of the operands' dtypes, and at least float32."""
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        if t.dtype != dtype:
-            dtype = torch.promote_types(dtype, t.dtype)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     return torch.float32 if dtype in _HALF else dtype
 
 

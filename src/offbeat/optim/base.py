@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from offbeat import _torch
 from offbeat.engine.choice import Choice, is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
-from offbeat.engine.options import hyperparameters
+from offbeat.engine.options import Options, hyperparameters
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
@@ -218,12 +218,10 @@ class RuleOptimizer(Optimizer):
         state = self._own_state()
         with torch.no_grad():
             for group in self.param_groups:
-                h = hyperparameters({**FLAGS, **group})
-                slots = kept_slots(self.rule, h)
-                counts = any(slot.key == "step" for slot in slots)
-                _, created = new_state(slots, h, group["params"], state)
+                options = Options(self.rule, group)
+                _, created = new_state(options.slots, options.h, group["params"], state)
                 for p, key, value in created:
-                    if self.rule.first_step_differs(h) and not counts:
+                    if options.marks:
                         mark_unbegun(value)
                     state[p][key] = value
 

@@ -12,9 +12,9 @@ import torch
 
 from offbeat.engine.cpu.compiler import CompilerError, load, why_no_compiler
 from offbeat.engine.cpu.source import kernel_source
-from offbeat.engine.trace import Program
+from offbeat.engine.trace import TypedProgram
 
-__all__ = ["CpuKernel", "cpu_kernel", "kernel_or_reason"]
+__all__ = ["CpuKernel", "cpu_kernel"]
 
 #: Below this many elements a second thread costs more than it gains.
 ELEMENTS_A_THREAD = 1 << 15
@@ -30,8 +30,8 @@ class CpuKernel:
     0 is left alone.
     """
 
-    def __init__(self, program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> None:
-        library = load(kernel_source(program, dtypes, compute))
+    def __init__(self, typed: TypedProgram) -> None:
+        library = load(kernel_source(typed))
         library.offbeat_step.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         library.offbeat_step.restype = None
         self._step = library.offbeat_step
@@ -52,25 +52,15 @@ class CpuKernel:
         self._step(job.buffer_info()[0], threads)
 
 
+def cpu_kernel(typed: TypedProgram) -> CpuKernel | str:
+    """The kernel, compiled on first use, or the reason there is none."""
+    return why_no_compiler() or _compiled(typed)
+
+
 @functools.lru_cache(maxsize=1024)
-def cpu_kernel(program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> CpuKernel:
-    """The kernel for these dtypes, compiled on first use. Raises :class:`CompilerError`."""
-    return CpuKernel(program, dtypes, compute)
-
-
-def kernel_or_reason(program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> CpuKernel | str:
-    """The kernel, or the reason there is none."""
-    return _kernel_or_reason(program, dtypes, compute, why_no_compiler())
-
-
-@functools.lru_cache(maxsize=4096)
-def _kernel_or_reason(
-    program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, no_compiler: str | None
-) -> CpuKernel | str:
+def _compiled(typed: TypedProgram) -> CpuKernel | str:
     # A failure is remembered, so that a compiler that cannot do it is asked once and not at every step.
-    if no_compiler:
-        return no_compiler
     try:
-        return cpu_kernel(program, dtypes, compute)
+        return CpuKernel(typed)
     except CompilerError as error:
         return str(error)

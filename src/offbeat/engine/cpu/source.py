@@ -6,11 +6,9 @@ chunks of all elements in order, whatever the sizes of the tensors.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
-from offbeat.engine.trace import Constant, Program
+from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
 __all__ = ["SUPPORTED", "kernel_source"]
@@ -92,11 +90,11 @@ void offbeat_step(struct job *job, i64 threads) {
 """
 
 
-@functools.lru_cache(maxsize=1024)
-def kernel_source(program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> str:
-    """The C source for tensors of these dtypes (p, g, then state), computing in ``compute``."""
+def kernel_source(typed: TypedProgram) -> str:
+    """The C source of a program."""
+    program, dtypes = typed.program, typed.dtypes
     kinds = [SUPPORTED[dtype] for dtype in dtypes]
-    c = SUPPORTED[compute]
+    c = SUPPORTED[typed.compute]
     suffix = "" if c == "f64" else "f"
     lines = [f"#define COLUMNS {len(dtypes)}", _TYPES, *(_HELPERS[kind] for kind in sorted({*kinds, c}))]
     lines += [f"typedef {c} C;", "struct job;", "static void tensor(const struct job *, i64, i64, i64);", _THREADS]

@@ -2,138 +2,141 @@
 
 from __future__ import annotations
 
-import functools
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.engine.counters import ScalarColumn
-from offbeat.engine.cuda.kernel import NumberKernel
+from offbeat.engine.cuda.kernel import bind, compile_source
 from offbeat.engine.cuda.symbols import NotTraceable, Number, SymbolArithmetic, number_source, trace_numbers
-from offbeat.engine.scalars import TensorArithmetic, work_out
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.engine.options import Options
+from offbeat.engine.scalars import tensor_numbers, work_out
+from offbeat.rules.rule import Rule, Values
 
-__all__ = ["DeviceNumbers", "StoredOnDevice"]
+__all__ = ["DeviceNumbers"]
+
+#: Parameters whose coefficients one block computes.
+BLOCK = 128
 
 
-@dataclass(frozen=True)
-class StoredOnDevice:
-    """The stored scalars of many parameters, where coefficients are computed on the device.
+class DeviceNumbers:
+    """Computes the coefficients of many parameters on their device, and stores the new scalars there.
+
+    All hyperparameters are inputs of the kernel if the rule's functions can be traced so. If they branch on one, all
+    but the learning rate and tensors are fixed, and a change of them needs another kernel. If the functions cannot be
+    traced at all, torch's operators do the same.
+
+    Args:
+        columns: the stored scalars, one column for each scalar slot.
+        names: the coefficients.
+        rows: where they are written, one row for each parameter.
+        before: how many columns of addresses the table has before those of the stored scalars.
+        first: whether all parameters are at their first step, for rules that do not count steps.
 
     Attributes:
-        rule: the rule whose numbers they are.
-        slots: its state.
-        columns: one column for each scalar slot.
-        first: whether all parameters are at their first step, for rules that do not count steps.
+        traced: whether there is a kernel.
     """
 
-    rule: Rule
-    slots: tuple[Slot, ...]
-    columns: Sequence[ScalarColumn]
-    first: bool
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """By key, the dtype in which a scalar is stored."""
-        keys = [slot.key for slot in self.slots if slot.scalar]
-        return {key: column.tensors[0].dtype for key, column in zip(keys, self.columns, strict=True)}
-
-    @torch.no_grad()
-    def by_torch(self, h: Values, names: Sequence[str], rows: Tensor, active: Tensor | None) -> None:
-        """Write each parameter's coefficients to a row and store the new scalars, with torch's operators.
-
-        Args:
-            names: the coefficients, in order.
-            active: for which parameters scalars are stored, as a tensor of booleans (None: for all).
-        """
-        dtypes, device = self.dtypes, rows.device
-        old = {key: column.vector() for key, column in zip(dtypes, self.columns, strict=True)}
-        before = {key: values.to(device) for key, values in old.items()}
-        if "step" in before:
-            before["step"] = before["step"].to(torch.float64)
-        arithmetic = TensorArithmetic(dtypes, device)
-        numbers = work_out(self.rule, h, self.slots, before, arithmetic, first=self.first)
-        found = numbers.for_kernel(self.slots, h)
-        for i, name in enumerate(names):
-            rows[:, i] = found[name]
-        for key, column in zip(dtypes, self.columns, strict=True):
-            if key in numbers.stored:
-                new = numbers.stored[key].to(old[key]).expand(old[key].shape)
-                column.assign(new if active is None else torch.where(active.to(new.device), new, old[key]))
-
-
-@dataclass(frozen=True)
-class DeviceNumbers:
-    """The kernel that computes a rule's coefficients, and the hyperparameters that are its inputs.
-
-    All hyperparameters are inputs if the rule's functions can be traced so. If they branch on one, all but the learning
-    rate and tensors are fixed, and a change of them needs another kernel.
-    """
-
-    kernel: NumberKernel
-    first: bool
-    _numbers: tuple[str, ...]  # inputs from the host
-    _tensors: tuple[str, ...]  # inputs from tensors
-    _dtypes: tuple[torch.dtype, ...]  # of these tensors
-    _fixed: dict[str, Any]
-
-    @staticmethod
-    def make(
-        stored: StoredOnDevice, h: Values, names: tuple[str, ...], compute: torch.dtype, columns: int
-    ) -> DeviceNumbers | None:
-        """For the coefficients ``names``, or None if the rule's functions cannot be traced."""
-        values = _every_hyper(stored.rule, h)
+    def __init__(
+        self,
+        options: Options,
+        columns: Sequence[ScalarColumn],
+        names: tuple[str, ...],
+        rows: Tensor,
+        before: int,
+        first: bool,
+    ) -> None:
+        self._rule, self._slots, self._h = options.rule, options.slots, options.h
+        self._columns = dict(zip(options.scalar_keys, columns, strict=True))
+        self._dtypes = {key: column.tensors[0].dtype for key, column in self._columns.items()}
+        self._names, self._rows, self._before, self._first = names, rows, before, first
+        values = _every_hyper(options.rule, options.h)
         numeric = [n for n, v in values.items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)]
-        kinds = {f"s.{key}": dtype for key, dtype in stored.dtypes.items()}
-        if not all(dtype in (torch.float32, torch.float64) for dtype in kinds.values()):
-            return None
         needed = [name for name in numeric if name == "lr" or isinstance(values[name], Tensor)]
-        for inputs in (numeric, needed):
-            try:
-                program = trace_numbers((*kinds, *inputs), functools.partial(_symbolic, stored, h, tuple(inputs)))
-            except NotTraceable:
-                continue
-            tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
-            source = functools.partial(
-                number_source, program, tuple(kinds.items()), tuple(tensors.items()), names, compute, columns
-            )
-            kernel = NumberKernel(source, compute, tuple(tensors.values()))
-            numbers = tuple(name for name in inputs if name not in tensors)
-            fixed = {name: value for name, value in values.items() if name not in inputs}
-            return DeviceNumbers(kernel, stored.first, numbers, tuple(tensors), tuple(tensors.values()), fixed)
-        return None
+        self.traced = all(dtype in (torch.float32, torch.float64) for dtype in self._dtypes.values())
+        self.traced = self.traced and (self._trace(numeric) or self._trace(needed))
+        inputs = self._inputs if self.traced else []
+        self._tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
+        self._numbers = [name for name in inputs if name not in self._tensors]
+        self._fixed = {name: value for name, value in values.items() if self.traced and name not in inputs}
 
-    def fits(self, h: Values, *, first: bool) -> bool:
-        """Whether the kernel is right for these hyperparameters."""
-        if first != self.first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
+    def _trace(self, inputs: list[str]) -> bool:
+        try:
+            self._program = trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), self._symbolic(inputs))
+        except NotTraceable:
+            return False
+        self._inputs = inputs
+        return True
+
+    def _symbolic(self, inputs: Sequence[str]) -> Callable[[Mapping[str, Number]], dict[str, Any]]:
+        """A function of symbols: coefficients, and stored scalars after the step."""
+
+        def function(given: Mapping[str, Number]) -> dict[str, Any]:
+            h = _with_inputs(self._h, inputs, given)
+            before = {key: given[f"s.{key}"] for key in self._dtypes}
+            numbers = work_out(self._rule, h, self._slots, before, SymbolArithmetic(self._dtypes), first=self._first)
+            return numbers.for_kernel(self._slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
+
+        return function
+
+    def give_up(self) -> None:
+        """There is no kernel: it could not be compiled."""
+        self.traced = False
+
+    def fits(self, h: Values, first: bool) -> bool:
+        """Whether this is right for these hyperparameters."""
+        if first != self._first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
             return False
         if any(isinstance(now := _get(h, name), Tensor) or now != value for name, value in self._fixed.items()):
             return False
-        found = [_get(h, name) for name in self._tensors]
-        return all(isinstance(t, Tensor) and t.dtype == kind for t, kind in zip(found, self._dtypes, strict=True))
+        found = [(_get(h, name), dtype) for name, dtype in self._tensors.items()]
+        return all(isinstance(t, Tensor) and t.dtype == dtype for t, dtype in found)
 
     def tail(self, h: Values) -> array[float]:
         """The inputs from the host."""
         return array("d", [_get(h, name) for name in self._numbers])
 
-    def tensors(self, h: Values, device: torch.device) -> list[Tensor]:
+    def tensors(self, h: Values) -> list[Tensor]:
         """The inputs from tensors."""
-        return [_get(h, name).to(device) for name in self._tensors]
+        return [_get(h, name).to(self._rows.device) for name in self._tensors]
 
+    def source(self, guarded: bool) -> str:
+        """The source of the kernel."""
+        stored = {f"s.{key}": dtype for key, dtype in self._dtypes.items()}
+        return number_source(self._program, stored, self._tensors, self._names, self._rows.dtype, self._before, guarded)
 
-def _symbolic(
-    stored: StoredOnDevice, h: Values, inputs: tuple[str, ...], given: Mapping[str, Number]
-) -> dict[str, Any]:
-    """Coefficients, and stored scalars after the step, from symbols."""
-    h = _with_inputs(h, inputs, given)
-    before = {key: given[f"s.{key}"] for key in stored.dtypes}
-    arithmetic = SymbolArithmetic(stored.dtypes)
-    numbers = work_out(stored.rule, h, stored.slots, before, arithmetic, first=stored.first)
-    return numbers.for_kernel(stored.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
+    def bind(self, words: Tensor, guarded: bool) -> Callable[..., None]:
+        """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""
+        rows, guards = self._rows, [torch.float32] if guarded else []
+        types = (torch.int64, rows.dtype, 2, *self._tensors.values(), *guards)
+        compiled = compile_source(self.source(guarded), types, BLOCK, rows.device)
+        return bind(compiled, -(-len(rows) // BLOCK), rows.device, (words, rows, len(rows)), BLOCK)
+
+    @torch.no_grad()
+    def by_torch(self, h: Values, active: Tensor | None, gradients: Sequence[int]) -> None:
+        """The same with torch's operators.
+
+        Args:
+            active: whether the step happens, as a tensor on the device (None: it does).
+            gradients: the gradients' addresses; where there is none, scalars are not stored.
+        """
+        device = self._rows.device
+        if 0 in gradients:
+            here = torch.tensor([address != 0 for address in gradients]).to(device)
+            active = here if active is None else here & active
+        old = {key: column.vector() for key, column in self._columns.items()}
+        before = {key: values.to(device) for key, values in old.items()}
+        numbers = tensor_numbers(self._rule, h, self._slots, before, device, first=self._first)
+        found = numbers.for_kernel(self._slots, h)
+        for i, name in enumerate(self._names):
+            self._rows[:, i] = found[name]
+        for key, value in numbers.stored.items():
+            new = value.to(old[key]).expand(old[key].shape)
+            new = new if active is None else torch.where(active.to(new.device), new, old[key])
+            self._columns[key].assign(new)
 
 
 def _every_hyper(rule: Rule, h: Values) -> dict[str, Any]:

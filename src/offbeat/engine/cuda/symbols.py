@@ -6,7 +6,6 @@ one lane for each parameter, in float64.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,11 +125,10 @@ def trace_numbers(
     return NumberProgram(inputs, tuple(tracer.instructions), outputs)
 
 
-@functools.lru_cache(maxsize=256)
 def number_source(
     program: NumberProgram,
-    stored: tuple[tuple[str, torch.dtype], ...],
-    tensors: tuple[tuple[str, torch.dtype], ...],
+    stored: Mapping[str, torch.dtype],
+    tensors: Mapping[str, torch.dtype],
     names: tuple[str, ...],
     compute: torch.dtype,
     columns: int,
@@ -149,8 +147,7 @@ def number_source(
         names: the outputs to write to ``rows``, in order and in ``compute``.
         guarded: nothing is stored if ``found_inf`` is not zero.
     """
-    kinds, others = dict(stored), dict(tensors)
-    numbers = [name for name in program.inputs if name not in kinds and name not in others]
+    numbers = [name for name in program.inputs if name not in stored and name not in tensors]
     arguments = ["words", "rows", "count", *(f"t{i}" for i in range(len(tensors)))]
     arguments += [*(["found_inf"] if guarded else []), "BLOCK: tl.constexpr"]
     body = ["i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mask = i < count"]
@@ -160,14 +157,14 @@ def number_source(
         body.append("live = live & (tl.load(found_inf + i * 0, mask, other=1.0) == 0)")
     places: dict[str, str] = {}
     for number, name in enumerate(program.inputs):
-        if name in kinds:
+        if name in stored:
             place = places[name] = f"a{number}"
-            column = columns + 2 + list(kinds).index(name)
+            column = columns + 2 + list(stored).index(name)
             body.append(f"{place} = tl.load(words + count * {column} + i, mask, other=0)")
-            body.append(f"{place} = {place}.to(tl.pointer_type({SUPPORTED[kinds[name]]}))")
+            body.append(f"{place} = {place}.to(tl.pointer_type({SUPPORTED[stored[name]]}))")
             body.append(f"v{number} = tl.load({place}, mask, other=1.0).to(tl.float64)")
-        elif name in others:
-            body.append(f"v{number} = tl.load(t{list(others).index(name)}).to(tl.float64)")
+        elif name in tensors:
+            body.append(f"v{number} = tl.load(t{list(tensors).index(name)}).to(tl.float64)")
         else:
             place = f"words + count * {columns + 2 + len(stored)} + {numbers.index(name)}"
             body.append(f"v{number} = tl.load({place}).to(tl.float64, bitcast=True)")
@@ -181,8 +178,8 @@ def number_source(
         if name in names:
             at = f"rows + i * {len(names)} + {names.index(name)}"
             body.append(f"tl.store({at}, ({value} + zero).to({SUPPORTED[compute]}), mask)")
-        if name in kinds:
-            body.append(f"tl.store({places[name]}, ({value} + zero).to({SUPPORTED[kinds[name]]}), live)")
+        if name in stored:
+            body.append(f"tl.store({places[name]}, ({value} + zero).to({SUPPORTED[stored[name]]}), live)")
     lines = ["import triton", "import triton.language as tl", ""]
     lines += ['@triton.jit(do_not_specialize=["count"])', f"def kernel({', '.join(arguments)}):"]
     return "\n".join([*lines, *("    " + line for line in body), ""])
