@@ -11,7 +11,6 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
 import offbeat
-from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.cuda import kernel as triton_kernel
 from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.source import Variant, is_rough, triton_source
@@ -50,10 +49,9 @@ def number_kernel(cls: type, lr: object) -> None:
     optimizer = cls([torch.ones(3, requires_grad=True)])
     group = Options(cls.rule, optimizer.param_groups[0])
     group.h.lr = lr
-    columns = [ScalarColumn([torch.zeros(())]) for _ in group.scalar_keys]
+    dtypes = dict.fromkeys(group.scalar_keys, torch.float32)
     names = group.device_program.coefficients
-    numbers = DeviceNumbers(group, columns, names, torch.empty(1, len(names)), 2 + len(group.slots), False)
-    assert numbers.traced
+    numbers = DeviceNumbers(group, dtypes, names, torch.empty(1, len(names)), 2 + len(group.slots), False)
     compile_source(numbers.source(True), False, rows="*fp32", t0="*fp32")
 
 

@@ -240,11 +240,11 @@ class LoopBatch(_TensorBatch):
         if not self._symbolic:
             self._begin_late(options, active)
             self.sets.store(options.scalar_keys, self.scalars, active)
-        for i, member in enumerate(self._members):
+        for i in active:
             if self._symbolic:
-                self._run_symbolically(options, member)
+                self._run_symbolically(options, self._members[i])
             else:
-                self._update(options, member, self.sets.sets[self.sets.number(i)])
+                self._update(options, self._members[i], self.sets.sets[self.sets.number(i)])
         self._tell_autograd(active)
 
     def _update(self, options: Options, member: Member, coefficients: dict[str, Any]) -> None:

@@ -14,9 +14,10 @@ from torch import Tensor
 from offbeat._torch import is_traced
 from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, LoopBatch, NativeBatch
 from offbeat.engine.choice import Choice, choose, uses_triton
-from offbeat.engine.cuda.kernel import why_no_kernel
+from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
 from offbeat.engine.cuda.source import Variant
+from offbeat.engine.cuda.symbols import NotTraceable
 from offbeat.engine.extras import Extras
 from offbeat.engine.gradients import check_gradient
 from offbeat.engine.member import Created, Member, align, make_member
@@ -58,7 +59,6 @@ class Part:
         self._restored: list[tuple[Tensor, dict[str, Any]]] = []
         self._symbolic = options.symbolic
         members = self._members(check_gradients(options, params, grads))
-        self.choices: dict[int, Choice] = {id(m.param): m.choice for m in members}
         idle = [] if self._symbolic else self._idle({id(m.param) for m in members})
         try:
             self._arrange([*members, *idle])
@@ -66,6 +66,7 @@ class Part:
             if not idle:
                 raise
             self._arrange(members)  # the counter of a parameter without a gradient may make no sense
+        self.choices: dict[int, Choice] = {id(m.param): m.choice for m in members}
 
     def _members(self, given: Sequence[tuple[Tensor, Tensor]]) -> list[Member]:
         """The parameters that have a gradient, with their state and tier."""
@@ -159,7 +160,14 @@ class Part:
         if choice.tier == "loop":
             return LoopBatch(self.options, members, symbolic=self._symbolic)
         if uses_triton(choice, device):
-            return DeviceBatch(self.options, members)
+            try:
+                return DeviceBatch(self.options, members)
+            except (NotTraceable, TritonError) as error:  # the numbers cannot be computed on the device
+                for m in members:
+                    m.on_device = False
+                    if self.options.h.capturable:
+                        m.choice = Choice("loop", f"capturable=True, and {error}")
+                return self._batch(members)
         return {"fused": CpuBatch, "foreach": ForeachBatch, "native": NativeBatch}[choice.tier](self.options, members)
 
     @property

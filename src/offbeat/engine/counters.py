@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat._torch import foreach_add_, foreach_copy_, storage_id
+from offbeat._torch import foreach_add_, storage_id
 
 __all__ = ["ScalarColumn", "new_scalars", "scalar_dtype"]
 
@@ -54,18 +54,6 @@ class ScalarColumn:
     def raw(self) -> bytes | None:
         """The bytes of all values, if they lie side by side in the host's memory."""
         return None if self._bytes is None else self._bytes.raw
-
-    def vector(self) -> Tensor:
-        """All values as one tensor, on the device where they are stored. Do not write to it."""
-        return self._line if self._line is not None else torch.stack([t.reshape(()) for t in self.tensors])
-
-    def assign(self, values: Tensor) -> None:
-        """Set all, from a tensor with one element for each."""
-        if self._line is not None:
-            self._line.copy_(values)
-        else:
-            pairs = zip(values.unbind(), self.tensors, strict=True)
-            foreach_copy_(self.tensors, [v.view(t.shape) for v, t in pairs])
 
     def count(self, active: Sequence[int] | None) -> None:
         """Add one to those at the positions ``active``; to all for None."""

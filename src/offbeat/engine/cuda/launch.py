@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from offbeat.engine.batch import Batch
 from offbeat.engine.choice import is_capturing
-from offbeat.engine.cuda.kernel import TritonError, bind_kernel, why_no_kernel
+from offbeat.engine.cuda.kernel import bind_kernel, why_no_kernel
 from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.table import DeviceTable, copy_from_host
 from offbeat.engine.extras import NOTHING, Extras
@@ -40,34 +40,31 @@ class DeviceBatch(Batch):
         super()._set_up(options)
         self.book.fill(self._gradients)
         self._typed = options.typed(self.dtypes, on_device=self.on_device)
-        self._device, self._numel = self.shards[0].device, array("q", [p.numel() for p in self.shards])
+        self._device = self.shards[0].device
         self._every_row = array("q", range(len(self.shards)))
+        self._bound: dict[Any, Callable[..., None]] = {}
         self._capturing = False
-        self._past: list[Any] = []  # what captured graphs read
         self._last: Options | None = None
         self.clips_exactly = self._typed.compute == self.dtypes[0]
-        self._begin(options)
-
-    def _begin(self, options: Options) -> None:
-        """Make the table, and the kernel that computes coefficients if they are computed on the device."""
-        self._bound: dict[Any, Callable[..., None]] = {}
         self.numbers: DeviceNumbers | None = None
-        columns: list[Sequence[Tensor]] = list(self.scales)
-        count, names = len(self.shards), self._typed.program.coefficients
+        columns, tail = list(self.scales), 0
         if self.on_device:
+            self.numbers = self._make_numbers(options)
             columns += [column.tensors for column in self.scalars]
-            self.rows = torch.empty((count, len(names)), dtype=self._typed.compute, device=self._device)
-            before = len(self.dtypes) + len(self.scales)
-            self.numbers = DeviceNumbers(options, self.scalars, names, self.rows, before, self._is_first(options))
-        tail = 0 if self.numbers is None else len(self.numbers.tail(options.h))
+            tail = len(self.numbers.tail(options.h))
         places = [array("q", [t.data_ptr() for t in column]) for column in columns]
-        self.table = DeviceTable(len(self.dtypes), self._numel, self._device, places, tail)
-        if self.numbers is not None and self.numbers.traced:
-            try:
-                for guarded in (False, True):
-                    self._bound["numbers", guarded] = self.numbers.bind(self.table.words, guarded)
-            except TritonError:
-                self.numbers.give_up()
+        numel = [p.numel() for p in self.shards]
+        self.table = DeviceTable(len(self.dtypes), numel, self._device, places, tail)
+        if self.numbers is not None:
+            for guarded in (False, True):
+                self._bound["numbers", guarded] = self.numbers.bind(self.table.words, guarded)
+
+    def _make_numbers(self, options: Options) -> DeviceNumbers:
+        names = self._typed.program.coefficients
+        self.rows = torch.empty((len(self.shards), len(names)), dtype=self._typed.compute, device=self._device)
+        dtypes = {key: c.tensors[0].dtype for key, c in zip(options.scalar_keys, self.scalars, strict=True)}
+        before = len(self.dtypes) + len(self.scales)
+        return DeviceNumbers(options, dtypes, names, self.rows, before, self._is_first(options))
 
     def _is_first(self, options: Options) -> bool:
         """Whether all parameters are at their first step, for rules that do not count steps."""
@@ -78,8 +75,8 @@ class DeviceBatch(Batch):
         if self.numbers is None:
             return super().prepare(options)
         self._capturing = bool(options.h.capturable) and is_capturing()
-        ready = self._count == len(self.params) and self.table.can_freeze
-        return not self._capturing or (ready and self.numbers.fits(options.h, self._is_first(options)))
+        ready = not self._capturing or (self._count == len(self.params) and self.table.can_freeze)
+        return ready and self.numbers.fits(options.h, self._is_first(options))
 
     def takes(self, extras: Extras) -> bool:
         """Whether :meth:`run` can do this in the same pass."""
@@ -131,14 +128,7 @@ class DeviceBatch(Batch):
 
     def _run_with_numbers(self, numbers: DeviceNumbers, options: Options, extras: Extras, state: State) -> None:
         """With coefficients computed on the device; the new scalars are stored there."""
-        h = options.h
-        if not numbers.fits(h, self._is_first(options)):
-            if self.table.is_captured:
-                self._past.append((self.table, self.rows))
-            self._begin(options)
-            assert self.numbers is not None
-            numbers = self.numbers
-        words: Tensor | None = None
+        h, words = options.h, None
         if self._capturing:
             # Replays must not see what later steps send. A graph needs its tables for as long as it needs the state.
             words = self.table.freeze(self.book.tables, self._every_row, numbers.tail(h))
@@ -146,13 +136,9 @@ class DeviceBatch(Batch):
                 state.kept.append(self)
         else:
             self.table.send(self.book.tables, self._every_row, numbers.tail(h))
-        guard = extras.found_inf
-        if numbers.traced:
-            guarded = guard is not None
-            launch = self._launcher(("numbers", guarded), lambda content: numbers.bind(content, guarded), words)
-            launch(*numbers.tensors(h), *([] if guard is None else [guard]))
-        else:
-            numbers.by_torch(h, None if guard is None else guard == 0, self.book.tables[1])
+        guards = [] if extras.found_inf is None else [extras.found_inf]
+        launch = self._launcher(("numbers", bool(guards)), lambda content: numbers.bind(content, bool(guards)), words)
+        launch(*numbers.tensors(h), *guards)
         self._launch([self.rows], extras, by_row=True, words=words)
         if options.h.capturable and not self._capturing:
             self.table.prepare_captures()

@@ -77,11 +77,6 @@ class DeviceTable:
         """Whether a captured launch can have a table of its own."""
         return bool(self._spares)
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether a captured graph reads from this table."""
-        return bool(self._kept)
-
     def freeze(self, addresses: Sequence[array[int]], rows: array[int], tail: array[float]) -> Tensor:
         """A copy of the table that never changes, for the launches of a graph that is being captured.
 
