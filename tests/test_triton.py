@@ -273,7 +273,7 @@ def test_coefficients_made_on_the_device(case, traced, monkeypatch):
                 optimizer.param_groups[0]["lr"] *= 0.5
         a.step()
         b.step()
-    (part,) = a._engine._groups.values()
+    (part,) = a._engine._parts.values()
     if part.options.scalar_keys:
         assert all((batch.numbers is not None) == traced for batch, _ in part.batches)
     assert_close(ours, theirs, 1e-12)

@@ -114,7 +114,7 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work: list[Work] = [(group, group["params"], None) for group in self.param_groups]
+        work = [Work(group, group["params"], None) for group in self.param_groups]
         self._run(work, self._extras(clip, zero_grad))
         return loss
 
@@ -152,8 +152,7 @@ class RuleOptimizer(Optimizer):
         If so, the result has the bits of a separate multiplication. Known after the first step of these parameters.
         """
         params = list(params)
-        work = self._by_group(params, params)
-        return all(self._engine.clips_exactly(mine) for _, mine, _ in work)
+        return all(self._engine.clips_exactly(item.params) for item in self._by_group(params, params))
 
     def _by_group(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Work]:
         work: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
@@ -161,7 +160,7 @@ class RuleOptimizer(Optimizer):
             mine = work.setdefault(self._group_of(p), ([], []))
             mine[0].append(p)
             mine[1].append(g)
-        return [(self.param_groups[i], *lists) for i, lists in work.items()]
+        return [Work(self.param_groups[i], *lists) for i, lists in work.items()]
 
     def _group_of(self, p: Tensor) -> int:
         """The position of the group that a parameter is in. Groups may change at any time, so this is checked."""
