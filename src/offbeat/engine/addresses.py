@@ -19,8 +19,6 @@ from torch.autograd.graph import increment_version
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
 from offbeat.engine.reader import compiled_reader, shapes_of, suits
 
-__all__ = ["AddressBook"]
-
 #: What the compiled reader returns if a distributed gradient's specification is new to it.
 UNKNOWN = -2
 

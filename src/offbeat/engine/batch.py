@@ -30,8 +30,6 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import has_storage, is_dense, is_plain, local, same_layout
 from offbeat.rules.ops import where
 
-__all__ = ["Batch", "CpuBatch", "ForeachBatch", "LoopBatch", "NativeBatch"]
-
 
 class Batch:
     """Parameters that one tier updates together. See the module for the order of calls.

@@ -28,8 +28,6 @@ from offbeat.engine.tensors import has_values, local
 from offbeat.engine.unbegun import is_unbegun, mark_unbegun
 from offbeat.errors import CaptureError
 
-__all__ = ["Part", "check_gradients"]
-
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
 
 

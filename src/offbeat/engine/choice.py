@@ -15,8 +15,6 @@ from offbeat.engine.cuda.source import Variant
 from offbeat.engine.options import Options
 from offbeat.engine.tensors import has_storage, has_values, is_dense, is_plain
 
-__all__ = ["Choice", "choose", "is_capturing", "uses_triton"]
-
 #: Devices on which torch's own fused operators run.
 _NATIVE_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
 

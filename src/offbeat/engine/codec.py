@@ -19,22 +19,6 @@ from torch import Tensor
 
 from offbeat.engine.tensors import flat
 
-__all__ = [
-    "CODE_DTYPES",
-    "COLUMN_FACTORS",
-    "GROUP",
-    "HASH_FACTORS",
-    "HASH_ROUNDS",
-    "HASH_SHIFT",
-    "LEVELS",
-    "SMALLEST",
-    "decode",
-    "decode_exactly",
-    "encode",
-    "round_stochastically",
-    "scales_for",
-]
-
 #: Elements that share a scale.
 GROUP = 256
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from offbeat._torch import foreach_add_, storage_id
 
-__all__ = ["ScalarColumn", "new_scalars", "scalar_dtype"]
-
 
 def scalar_dtype(fused: bool | None = None) -> torch.dtype:
     """The dtype torch.optim gives a step counter."""

@@ -15,8 +15,6 @@ from offbeat._torch import foreach_div_, foreach_zero_
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.tensors import local
 
-__all__ = ["NOTHING", "Extras", "Work", "by_hand", "fitting"]
-
 
 class Work(NamedTuple):
     """A group, parameters of it, and their gradients; None reads them from ``.grad``."""

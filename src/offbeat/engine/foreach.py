@@ -18,8 +18,6 @@ from offbeat.engine.tensors import flat, is_dense, same_layout
 from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
-__all__ = ["run_foreach"]
-
 #: Parameter bytes handled at once. Temporaries are two or three times that at most.
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from offbeat.engine.tensors import compute_dtype, flat, is_dense, is_plain, same_layout
 from offbeat.rules.rule import Rule
 
-__all__ = ["evaluate", "run_loop"]
-
 #: Elements computed at once, which bounds the size of temporaries.
 CHUNK = 1 << 16
 

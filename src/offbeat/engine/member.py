@@ -17,8 +17,6 @@ from offbeat.engine.options import Options
 from offbeat.engine.precision import check_compact, is_compact
 from offbeat.engine.tensors import distributed_like, is_dtensor, is_plain, local, match_layout
 
-__all__ = ["Created", "Member", "align", "make_member"]
-
 #: State entries that did not exist in this form: parameter, key, value.
 Created = list[tuple[Tensor, str, Tensor]]
 

@@ -15,8 +15,6 @@ from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
-__all__ = ["Options", "OptionsCache", "has_tensors", "hyperparameters"]
-
 
 class Options:
     """The options of a group under a rule.

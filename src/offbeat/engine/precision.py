@@ -16,19 +16,6 @@ from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, laid_
 from offbeat.engine.unbegun import is_unbegun
 from offbeat.rules.rule import Rule, Slot, Values
 
-__all__ = [
-    "check_compact",
-    "check_precision",
-    "converted",
-    "formats",
-    "in_numbers",
-    "is_compact",
-    "is_stored_otherwise",
-    "kept_slots",
-    "precision_options",
-    "run_compact",
-]
-
 EIGHT = "8bit"
 _ROUNDINGS = (None, "stochastic", "kahan")
 _STATES = (None, torch.float32, torch.bfloat16, EIGHT)

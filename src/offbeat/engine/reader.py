@@ -22,8 +22,6 @@ from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError
 from offbeat.engine.reader_build import Build, is_whole
 
-__all__ = ["compiled_reader", "shapes_of", "suits", "wait_for_reader", "why_no_reader"]
-
 #: How often it is looked whether the compiler is done.
 SECONDS_BETWEEN = 0.1
 

@@ -26,8 +26,6 @@ import torch
 
 from offbeat.engine.cpu.compiler import CompilerError, cache_directory, why_no_compiler
 
-__all__ = ["Build"]
-
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
 #: A machine that is busy with other things may need minutes for what takes 15 s.

@@ -23,8 +23,6 @@ from offbeat.engine.options import Options
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
 
-__all__ = ["Arithmetic", "CoefficientSets", "Numbers", "coefficient_sets", "tensor_numbers", "work_out"]
-
 
 class Arithmetic(Protocol):
     """How stored scalars are represented."""

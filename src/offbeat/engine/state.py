@@ -19,8 +19,6 @@ from offbeat.engine.options import has_tensors
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Slot, Values
 
-__all__ = ["ParamState", "State", "new_state"]
-
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,6 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Rule
 
-__all__ = ["Engine"]
-
 #: How many parameters the kept batches may have, in multiples of the optimizer's parameters. Buckets that are cut
 #: differently every time would add up.
 PARTS = 5

@@ -12,21 +12,6 @@ from torch import Tensor
 
 from offbeat._torch import is_fake, local_tensor
 
-__all__ = [
-    "compute_dtype",
-    "distributed_like",
-    "flat",
-    "has_storage",
-    "has_values",
-    "is_dense",
-    "is_dtensor",
-    "is_plain",
-    "laid_out_like",
-    "local",
-    "match_layout",
-    "same_layout",
-]
-
 _PLAIN = (Tensor, torch.nn.Parameter)
 _HALF = (torch.float16, torch.bfloat16)
 

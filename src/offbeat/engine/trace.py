@@ -18,8 +18,6 @@ from offbeat.engine.tensors import compute_dtype
 from offbeat.rules.ops import OPERATIONS, where
 from offbeat.rules.rule import Rule
 
-__all__ = ["Constant", "Instruction", "Program", "Tracer", "TypedProgram", "Value", "trace"]
-
 
 @dataclass(frozen=True)
 class Constant:

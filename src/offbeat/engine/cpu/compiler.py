@@ -20,8 +20,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-__all__ = ["CompilerError", "load", "why_no_compiler"]
-
 #: Contraction is off so that an element's new value does not depend on where in a tensor it stands.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
 COMPILE_SECONDS = 120

@@ -14,8 +14,6 @@ from offbeat.engine.cpu.compiler import CompilerError, load, why_no_compiler
 from offbeat.engine.cpu.source import kernel_source
 from offbeat.engine.trace import TypedProgram
 
-__all__ = ["CpuKernel", "cpu_kernel"]
-
 #: Below this many elements a second thread costs more than it gains.
 ELEMENTS_A_THREAD = 1 << 15
 #: Elements a thread takes at once: few enough to share evenly, enough to stream.

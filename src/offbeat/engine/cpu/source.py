@@ -11,8 +11,6 @@ import torch
 from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
-__all__ = ["SUPPORTED", "kernel_source"]
-
 SUPPORTED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 _TYPES = """

@@ -28,8 +28,6 @@ from offbeat.engine.cuda.source import (
 from offbeat.engine.cuda.table import BLOCK, DeviceTable
 from offbeat.engine.trace import TypedProgram
 
-__all__ = ["TritonError", "bind", "bind_kernel", "compile_source", "is_interpreting", "why_no_kernel", "why_no_triton"]
-
 #: Warps a block, which gives 8 elements a thread.
 WARPS = 4
 #: The most registers a thread may have where state is in 8 bits. The ends of tensors alone would need twice as many,

@@ -24,8 +24,6 @@ from offbeat.engine.extras import NOTHING, Extras
 from offbeat.engine.options import Options
 from offbeat.engine.state import State
 
-__all__ = ["DeviceBatch"]
-
 
 class DeviceBatch(Batch):
     """One launch of a Triton kernel, or two if coefficients are computed on the device.

@@ -22,8 +22,6 @@ from offbeat.engine.options import Options
 from offbeat.engine.scalars import work_out
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["DeviceNumbers"]
-
 #: Parameters whose coefficients one block computes.
 BLOCK = 128
 

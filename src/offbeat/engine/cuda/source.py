@@ -28,17 +28,6 @@ from offbeat.engine.codec import (
 from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
-__all__ = [
-    "NEAREST",
-    "NEAREST_BY_BITS",
-    "SUPPORTED",
-    "Variant",
-    "expression",
-    "is_rough",
-    "scaled_columns",
-    "triton_source",
-]
-
 SUPPORTED = {
     torch.float32: "tl.float32",
     torch.float64: "tl.float64",

@@ -16,8 +16,6 @@ from offbeat.engine.cuda.source import SUPPORTED, expression
 from offbeat.engine.trace import Constant, Instruction, Tracer, Value
 from offbeat.rules.ops import OPERATIONS
 
-__all__ = ["NotTraceable", "Number", "NumberProgram", "SymbolArithmetic", "number_source", "trace_numbers"]
-
 #: Operations on numbers that updates do not have. The power is for bases of at least 0.
 _MORE = {"pow": "tl.exp2({1} * tl.log2({0}))", "round": "{0}.to(tl.float32).to(tl.float64)"}
 

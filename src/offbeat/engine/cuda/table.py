@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "DeviceTable"]
-
 #: Elements in one block of work.
 BLOCK = 1024
 #: How many graphs can be captured without a step outside them in between.
