@@ -12,7 +12,7 @@ from torch import Tensor
 from offbeat.engine.codec import CODE_DTYPES, decode, decode_exactly, encode, round_stochastically, scales_for
 from offbeat.engine.gradients import shard_like
 from offbeat.engine.loop import evaluate
-from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, laid_out_like, local, same_layout
+from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, local, match_layout, same_layout
 from offbeat.engine.unbegun import is_unbegun
 from offbeat.rules.rule import Rule, Slot, Values
 
@@ -123,9 +123,9 @@ def run_compact(
     places = [0, *range(2, len(form))]
     for t, new, one, place in zip(stored, results, [form[0], *form[2:]], places, strict=True):
         if one in CODE_DTYPES:
-            encode(laid_out_like(new, t), t, left.pop(0), one)
+            encode(match_layout(new, t), t, left.pop(0), one)
         elif one == "stochastic":
-            t.copy_(round_stochastically(laid_out_like(new, t), step, place))
+            t.copy_(round_stochastically(match_layout(new, t), step, place))
         elif one == "kahan":
             t.copy_(new)
             columns[-1].copy_(new - t.float())
@@ -165,7 +165,7 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
             x = shard_like(base, numbers[base], p)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
             scales = torch.empty(scales_for(x.numel()), dtype=torch.float32, device=x.device)
-            encode(laid_out_like(x, local(codes)), local(codes), scales, slot.form)
+            encode(match_layout(x, local(codes)), local(codes), scales, slot.form)
             found |= {slot.key: codes, f"{base}_scale": scales}
         elif slot.key in numbers and slot.form != "scales":
             value = numbers[slot.key]

@@ -90,9 +90,13 @@ def _why_not_wanted() -> str | None:
     return "OFFBEAT_NO_COMPILER is set" if os.environ.get("OFFBEAT_NO_COMPILER") else None
 
 
-def compiled_reader() -> Any:
-    """The compiled reader's module if it is there. The first call has it compiled, and none waits for it."""
-    return None if _why_not_wanted() else _reader.get()
+def compiled_reader(device: torch.device | None = None) -> Any:
+    """The compiled reader's module if it is there and takes tensors of this device, else None.
+
+    The first call has it compiled, and none waits for it.
+    """
+    module = None if _why_not_wanted() else _reader.get()
+    return module if module is None or device is None or _suits(module, device) else None
 
 
 def why_no_reader() -> str | None:
@@ -132,7 +136,7 @@ def _load(library: Path) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def suits(module: Any, device: torch.device) -> bool:
+def _suits(module: Any, device: torch.device) -> bool:
     """Whether the reader recognises a plain tensor of this device as one."""
     with torch.inference_mode(False):
         return _read(module, [torch.empty(0, device=device)], []) == ([0], [0])

@@ -7,11 +7,9 @@ the lock back when it ends, however it ends. Everybody looks there from time to 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import signal
 import struct
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat.engine.cpu.compiler import CompilerError, cache_directory, why_no_compiler
+from offbeat.engine.cpu.compiler import CompilerError, cache_directory, find_compiler, version_of, why_no_compiler
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -138,22 +136,15 @@ def _is_taken(lock: int) -> bool:
     return False
 
 
-def _find_compiler() -> tuple[str, ...]:
-    """The C++ compiler's command: ``$CXX`` if set (it may have arguments), else the first of c++, g++ and clang++."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    for name, *arguments in [given] if given else [["c++"], ["g++"], ["clang++"]]:
-        if found := shutil.which(name):
-            return (found, *arguments)
-    raise CompilerError(f"no C++ compiler ({' '.join(given) or 'c++, g++ or clang++'}) was found; set CXX")
-
-
 def _torch_directory() -> Path:
     return Path(torch.__file__).parent
 
 
 def _command() -> list[str]:
     """The compiler with its options, if the headers are there."""
-    compiler = _find_compiler()
+    compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
+    if compiler is None:
+        raise CompilerError(f"no C++ compiler ({os.environ.get('CXX') or 'c++, g++ or clang++'}) was found; set CXX")
     python = [sysconfig.get_paths()[name] for name in ("include", "platinclude")]
     headers = _torch_directory() / "include"
     for header in (Path(python[0]) / "Python.h", headers / "torch/csrc/autograd/python_variable.h"):
@@ -172,17 +163,9 @@ def _libraries() -> list[str]:
 
 def _digest(command: list[str]) -> str:
     """Whatever the library depends on. Of torch also when it was installed: a build of one's own keeps its version."""
-    compiler = _version(tuple(command[: command.index(OPTIONS[0])]))
+    compiler = version_of(tuple(command[: command.index(OPTIONS[0])]))
     files = sorted(_torch_directory().glob("lib/*torch_python.*"))
     installed = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = [SOURCE.read_text(), torch.__version__, torch.version.git_version, installed, platform.machine()]
     parts += [sysconfig.get_config_var("SOABI"), compiler, command, _libraries()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
-    try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerError(f"{compiler[0]} did not run: {error}") from error

@@ -93,13 +93,6 @@ def match_layout(t: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
 
 
-def laid_out_like(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` with the strides of ``like``, which is dense; a copy if they differ."""
-    if t.stride() == like.stride():
-        return t
-    return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
-
-
 def flat(t: Tensor) -> Tensor:
     """A dense tensor's memory as one dimension; shares storage."""
     return t.as_strided((t.numel(),), (1,), t.storage_offset())
