@@ -10,16 +10,11 @@ import torch
 from torch import Tensor
 
 from offbeat.engine.cuda.kernel import bind, compile_source
-from offbeat.engine.cuda.symbols import (
-    NotTraceable,
-    Number,
-    NumberProgram,
-    SymbolArithmetic,
-    number_source,
-    trace_numbers,
-)
+from offbeat.engine.cuda.source import SUPPORTED, update_source
+from offbeat.engine.cuda.symbols import NotTraceable, Number, SymbolArithmetic, trace_numbers
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import work_out
+from offbeat.engine.trace import Program, TypedProgram
 from offbeat.rules.rule import Rule, Values
 
 #: Parameters whose coefficients one block computes.
@@ -58,14 +53,14 @@ class DeviceNumbers:
         if not all(dtype in (torch.float32, torch.float64) for dtype in dtypes.values()):
             raise NotTraceable("a stored scalar is neither float32 nor float64")
         try:
-            inputs, self._program = numeric, self._trace(numeric)
+            inputs, (self._program, self._outputs) = numeric, self._trace(numeric)
         except NotTraceable:
-            inputs, self._program = needed, self._trace(needed)
+            inputs, (self._program, self._outputs) = needed, self._trace(needed)
         self._tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
         self._numbers = [name for name in inputs if name not in self._tensors]
         self._fixed = {name: value for name, value in values.items() if name not in inputs}
 
-    def _trace(self, inputs: list[str]) -> NumberProgram:
+    def _trace(self, inputs: list[str]) -> tuple[Program, tuple[str, ...]]:
         """Coefficients, and stored scalars after the step, as functions of stored scalars and these hyperparameters."""
         options, arithmetic = self._options, SymbolArithmetic(self._dtypes)
 
@@ -95,9 +90,43 @@ class DeviceNumbers:
         return [_get(h, name).to(self._rows.device) for name in self._tensors]
 
     def source(self, guarded: bool) -> str:
-        """The source of the kernel."""
-        stored = {f"s.{key}": dtype for key, dtype in self._dtypes.items()}
-        return number_source(self._program, stored, self._tensors, self._names, self._rows.dtype, self._before, guarded)
+        """The source of ``kernel(words, rows, count, tensors..., [found_inf], BLOCK)``: one lane for each parameter.
+
+        ``words`` is the content of a :class:`~offbeat.engine.cuda.table.DeviceTable`: after the addresses of columns,
+        the sizes and the sets in use come the addresses of each parameter's stored scalars, then the other inputs as
+        float64. If ``guarded``, nothing is stored unless ``found_inf`` is zero.
+        """
+        tensors, numbers, stored = list(self._tensors), self._numbers, list(self._dtypes)
+        arguments = ["words", "rows", "count", *(f"t{i}" for i in range(len(tensors)))]
+        arguments += [*(["found_inf"] if guarded else []), "BLOCK: tl.constexpr"]
+        body = ["i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mask = i < count"]
+        body.append("zero = tl.full([BLOCK], 0.0, tl.float64)")
+        body.append("live = mask & (tl.load(words + count + i, mask, other=0) != 0)")
+        if guarded:
+            body.append("live = live & (tl.load(found_inf + i * 0, mask, other=1.0) == 0)")
+        for i, key in enumerate(stored):
+            place = f"tl.load(words + count * {self._before + 2 + i} + i, mask, other=0)"
+            body.append(f"a{i} = {place}.to(tl.pointer_type({SUPPORTED[self._dtypes[key]]}))")
+            body.append(f"v{i} = tl.load(a{i}, mask, other=1.0).to(tl.float64)")
+        for i, name in enumerate(self._program.tensors[len(stored) :], start=len(stored)):
+            if name in tensors:
+                body.append(f"v{i} = tl.load(t{tensors.index(name)}).to(tl.float64)")
+            else:
+                place = f"words + count * {self._before + 2 + len(stored)} + {numbers.index(name)}"
+                body.append(f"v{i} = tl.load({place}).to(tl.float64, bitcast=True)")
+        outputs = ", ".join(f"n{i}" for i in range(len(self._outputs)))
+        body.append(f"{outputs} = update({', '.join(f'v{i}' for i in range(len(self._program.tensors)))})")
+        for i, name in enumerate(self._outputs):
+            if name in self._names:
+                at = f"rows + i * {len(self._names)} + {self._names.index(name)}"
+                body.append(f"tl.store({at}, (n{i} + zero).to({SUPPORTED[self._rows.dtype]}), mask)")
+            if (key := name.removeprefix("s.")) != name:
+                kind = SUPPORTED[self._dtypes[key]]
+                body.append(f"tl.store(a{stored.index(key)}, (n{i} + zero).to({kind}), live)")
+        typed = TypedProgram(self._program, (torch.float64,) * len(self._program.tensors))
+        lines = ["import triton", "import triton.language as tl", "", *update_source(typed, rough=False), "", ""]
+        lines += ['@triton.jit(do_not_specialize=["count"])', f"def kernel({', '.join(arguments)}):"]
+        return "\n".join([*lines, *("    " + line for line in body), ""])
 
     def bind(self, words: Tensor, guarded: bool) -> Callable[..., None]:
         """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""

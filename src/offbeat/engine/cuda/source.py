@@ -150,7 +150,7 @@ def triton_source(typed: TypedProgram, variant: Variant) -> str:
     lines = ["import triton", "import triton.language as tl", ""]
     if rough:
         lines += ["@triton.jit", "def quotient(a, b):", QUOTIENT, "", ""]
-    lines += [*_update(typed, rough), ""]
+    lines += [*update_source(typed, rough), ""]
     if torch.bfloat16 in typed.dtypes and typed.compute == torch.float32:
         lines += ["@triton.jit", "def nearest(x):", NEAREST, "", ""]
     if typed.formats:
@@ -164,8 +164,8 @@ def is_rough(typed: TypedProgram) -> bool:
     return bool(scaled_columns(typed.formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
 
 
-def _update(typed: TypedProgram, rough: bool) -> list[str]:
-    """The maths, as a function of values in registers."""
+def update_source(typed: TypedProgram, rough: bool) -> list[str]:
+    """The maths, as a function ``update`` of values in registers."""
     program, compute = typed.program, typed.compute
     inputs = len(program.tensors) + len(program.coefficients)
     lines = ["@triton.jit", f"def update({', '.join(f'v{i}' for i in range(inputs))}):"]
@@ -186,12 +186,12 @@ def _update(typed: TypedProgram, rough: bool) -> list[str]:
         if one.op == "div" and one.args[1] in inverses:
             lines.append(f"    v{number} = {names[0]} * w{one.args[1]}")
         else:
-            lines.append(f"    v{number} = {expression(one.op, names, compute, rough)}")
+            lines.append(f"    v{number} = {_expression(one.op, names, compute, rough)}")
     lines.append(f"    return {', '.join(f'v{output}' for output in program.outputs)}")
     return lines
 
 
-def expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bool = False) -> str:
+def _expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bool = False) -> str:
     """An operation as Triton writes it in this precision."""
     operation = OPERATIONS[op]
     template = operation.triton if compute == torch.float32 else operation.triton_wide or operation.triton
@@ -276,7 +276,7 @@ def _pass(typed: TypedProgram, variant: Variant, *, whole: bool) -> list[str]:
     if form[0] == "kahan":
         lines.append(f"v0 = v0 + {load.format(f'p{extra}')}.to({c})")
     if variant.scaled:
-        lines.append(f"v1 = {expression('div', ['v1', 'scale_'], compute)}")
+        lines.append(f"v1 = {_expression('div', ['v1', 'scale_'], compute)}")
     if variant.zeroed:
         lines.append(f"tl.store(p1 + inside, tl.full([BLOCK], 0.0, {SUPPORTED[dtypes[1]]}){mask})")
     elif variant.scaled:
