@@ -13,7 +13,7 @@ import offbeat
 from offbeat.engine.choice import uses_triton
 from offbeat.engine.cuda import kernel as kernel_module
 from offbeat.engine.cuda import table as table_module
-from offbeat.engine.cuda.symbols import NotTraceable
+from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.overlap import clipping, registry
 from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
 from tests.test_plan import count_reuse
@@ -261,7 +261,7 @@ def test_coefficients_made_on_the_device(case, traced, monkeypatch):
         raise NotTraceable("because")
 
     if not traced:
-        monkeypatch.setattr("offbeat.engine.cuda.numbers.trace_numbers", not_traceable)
+        monkeypatch.setattr("offbeat.engine.cuda.numbers._trace_numbers", not_traceable)
     theirs = make_params(torch.float64)
     ours = there(theirs)
     a, b = case.ours(ours, **case.hyper, fused=True), case.reference(theirs)

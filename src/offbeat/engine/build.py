@@ -16,8 +16,8 @@ from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, LoopBatch, Nativ
 from offbeat.engine.choice import Choice, choose, uses_triton
 from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
+from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.engine.cuda.source import Variant
-from offbeat.engine.cuda.symbols import NotTraceable
 from offbeat.engine.extras import Extras
 from offbeat.engine.gradients import check_gradient
 from offbeat.engine.member import Created, Member, align, make_member

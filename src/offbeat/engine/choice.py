@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import is_traced
-from offbeat.engine.cpu.kernel import cpu_kernel
-from offbeat.engine.cpu.source import SUPPORTED
+from offbeat.engine.cpu.kernel import SUPPORTED, cpu_kernel
 from offbeat.engine.cuda.kernel import is_interpreting, why_no_kernel
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.options import Options

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import FOREACH, foreach_add, foreach_add_, foreach_copy_
-from offbeat.engine.tensors import flat, is_dense, same_layout
+from offbeat.engine.tensors import cut
 from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
@@ -35,7 +35,7 @@ def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]
     size = 0
     for row in zip(*columns, strict=True):
         nbytes = row[0].nbytes
-        for part in (row,) if nbytes <= limit else _cut(row, limit // row[0].element_size()):
+        for part in (row,) if nbytes <= limit else cut(row, limit // row[0].element_size()):
             part_bytes = nbytes if part is row else part[0].nbytes
             if size and size + part_bytes > limit:
                 yield piece
@@ -44,16 +44,6 @@ def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]
                 column.append(t)
             size += part_bytes
     yield piece
-
-
-def _cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
-    p = row[0]
-    if p.numel() <= elements or not all(is_dense(t) and same_layout(p, t) for t in row):
-        yield row
-        return
-    lines = [flat(t.detach()) for t in row]
-    for start in range(0, p.numel(), elements):
-        yield [line[start : start + elements] for line in lines]
 
 
 def _run_piece(

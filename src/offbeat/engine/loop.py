@@ -5,12 +5,12 @@ The other tiers are tested against it. It takes tensors that they cannot take, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from offbeat.engine.tensors import compute_dtype, flat, is_dense, is_plain, same_layout
+from offbeat.engine.tensors import compute_dtype, cut
 from offbeat.rules.rule import Rule
 
 #: Elements computed at once, which bounds the size of temporaries.
@@ -38,7 +38,8 @@ def run_loop(
         inputs = [tensors[0].clone(), tensors[1], *(t.clone() for t in tensors[2:])]
         _write([tensors[0], *tensors[2:]], evaluate(rule, names, inputs, scalars))
         return
-    for piece in _chunks(tensors):
+    small = tensors[0].numel() <= 2 * CHUNK
+    for piece in [tensors] if small else cut(tensors, CHUNK):
         _write([piece[0], *piece[2:]], evaluate(rule, names, piece, scalars))
 
 
@@ -59,13 +60,3 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     ]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    p = tensors[0]
-    if p.numel() <= 2 * CHUNK or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in tensors):
-        yield tensors
-        return
-    lines = [flat(t.detach()) for t in tensors]
-    for start in range(0, p.numel(), CHUNK):
-        yield [line[start : start + CHUNK] for line in lines]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,17 @@ def match_layout(t: Tensor, like: Tensor) -> Tensor:
     if is_dense(t) and same_layout(t, like):
         return t
     return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
+
+
+def cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one shape in pieces of so many elements, along their memory; whole if they do not lie alike."""
+    p = row[0]
+    if p.numel() <= elements or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in row):
+        yield row
+        return
+    lines = [flat(t.detach()) for t in row]
+    for start in range(0, p.numel(), elements):
+        yield [line[start : start + elements] for line in lines]
 
 
 def flat(t: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def loaded(
     optimizer: Optimizer, state_dict: dict[str, Any], slots: Callable[[dict[str, Any]], tuple[Slot, ...]]
 ) -> tuple[State, list[dict[str, Any]]]:
     """State and groups for ``optimizer`` from a state dict; neither of the two is changed or shared."""
-    groups, saved = optimizer.param_groups, deepcopy(_without_state(state_dict))
+    groups, saved = optimizer.param_groups, deepcopy(list(state_dict["param_groups"]))
     if len(groups) != len(saved):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(saved)}, "
@@ -87,10 +87,6 @@ def loaded(
         if key not in known:
             state[key] = deepcopy(value)
     return state, new_groups
-
-
-def _without_state(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(state_dict["param_groups"])
 
 
 def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> None:

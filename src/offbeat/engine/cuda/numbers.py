@@ -11,22 +11,26 @@ from torch import Tensor
 
 from offbeat.engine.cuda.kernel import bind, compile_source
 from offbeat.engine.cuda.source import SUPPORTED, update_source
-from offbeat.engine.cuda.symbols import NotTraceable, Number, SymbolArithmetic, trace_numbers
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import work_out
-from offbeat.engine.trace import Program, TypedProgram
+from offbeat.engine.trace import Program, Tracer, TypedProgram, Value
+from offbeat.rules.ops import OPERATIONS
 from offbeat.rules.rule import Rule, Values
 
 #: Parameters whose coefficients one block computes.
 BLOCK = 128
 
 
+class NotTraceable(Exception):
+    """The functions do something with numbers that cannot be traced, such as branching on them."""
+
+
 class DeviceNumbers:
     """Computes the coefficients of many parameters on their device, and stores the new scalars there.
 
     All hyperparameters are inputs of the kernel if the rule's functions can be traced so. If they branch on one, all
-    but the learning rate and tensors are fixed, and a change of them needs another kernel. Raises
-    :class:`~offbeat.engine.cuda.symbols.NotTraceable` if the functions cannot be traced at all.
+    but the learning rate and tensors are fixed, and a change of them needs another kernel. Raises :class:`NotTraceable`
+    if the functions cannot be traced at all.
 
     Args:
         dtypes: the dtypes of the stored scalars, by key.
@@ -62,15 +66,15 @@ class DeviceNumbers:
 
     def _trace(self, inputs: list[str]) -> tuple[Program, tuple[str, ...]]:
         """Coefficients, and stored scalars after the step, as functions of stored scalars and these hyperparameters."""
-        options, arithmetic = self._options, SymbolArithmetic(self._dtypes)
+        options, arithmetic = self._options, _SymbolArithmetic(self._dtypes)
 
-        def function(given: Mapping[str, Number]) -> dict[str, Any]:
+        def function(given: Mapping[str, _Number]) -> dict[str, Any]:
             h = _with_inputs(options.h, inputs, given)
             before = {key: given[f"s.{key}"] for key in self._dtypes}
             numbers = work_out(options.rule, h, options.slots, before, arithmetic, first=self._first)
             return numbers.for_kernel(options.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
 
-        return trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
+        return _trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
 
     def fits(self, h: Values, first: bool) -> bool:
         """Whether this is right for these hyperparameters."""
@@ -154,7 +158,7 @@ def _get(h: Values, name: str) -> Any:
     return value[int(position)] if position else value
 
 
-def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, Number]) -> Values:
+def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, _Number]) -> Values:
     changed = dict(vars(h))
     for name in inputs:
         base, _, position = name.partition(".")
@@ -165,3 +169,77 @@ def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, Number]) 
         else:
             changed[base] = given[name]
     return Values(**changed)
+
+
+class _Number(Value):
+    """A symbolic number, which can also be raised to a power.
+
+    Attributes:
+        is_narrow: whether it stands for a float32 tensor, with which arithmetic is in float32.
+    """
+
+    __slots__ = ("is_narrow",)
+
+    def __init__(self, tracer: Tracer, number: int) -> None:
+        super().__init__(tracer, number)
+        self.is_narrow = False
+
+    def __pow__(self, other: Any) -> Any:
+        is_root = not isinstance(other, Value) and other == 0.5
+        return self.emit("sqrt", self) if is_root else self.emit("pow", self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self.emit("pow", other, self)
+
+    def narrowed(self) -> _Number:
+        found: _Number = self.emit("round", self)
+        found.is_narrow = True
+        return found
+
+
+class _SymbolArithmetic:
+    """Stored scalars as symbols; see :class:`offbeat.engine.scalars.Arithmetic`."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._dtypes = dtypes
+
+    def stored(self, key: str, value: Any) -> Any:
+        if self._dtypes[key] == torch.float64:
+            return value
+        return value.narrowed() if isinstance(value, _Number) else torch.tensor(value, dtype=self._dtypes[key]).item()
+
+    def wide(self, value: Any) -> Any:
+        return _Number(value.tracer, value.number) if isinstance(value, _Number) else value
+
+
+class _NumberTracer(Tracer):
+    kind = _Number
+    combines_numbers = True
+
+    def emit(self, op: str, *operands: Any) -> Any:
+        if op == "round" or not any(isinstance(a, _Number) and a.is_narrow for a in operands):
+            return super().emit(op, *operands)
+        # An operation on float32 numbers in double precision, rounded afterwards, is that operation in float32.
+        rounded = [self._narrow(a) if op != "where" or i else a for i, a in enumerate(operands)]
+        found = super().emit(op, *rounded)
+        return found if OPERATIONS[op].compares else found.narrowed()
+
+    def _narrow(self, a: Any) -> Any:
+        return a if isinstance(a, _Number) and a.is_narrow else super().emit("round", a)
+
+
+def _trace_numbers(
+    inputs: tuple[str, ...], function: Callable[[Mapping[str, _Number]], Mapping[str, Any]]
+) -> tuple[Program, tuple[str, ...]]:
+    """Trace a function of named numbers that returns named numbers: the program, and the names of its outputs.
+
+    Raises :class:`NotTraceable`.
+    """
+    tracer = _NumberTracer()
+    values: dict[str, Any] = {name: tracer.input("tensor", name) for name in inputs}
+    try:
+        found = function(values)
+        outputs = [value if isinstance(value, Value) else tracer.emit("add", value, 0.0) for value in found.values()]
+    except (TypeError, AttributeError, ValueError) as error:
+        raise NotTraceable(str(error)) from error
+    return Program(inputs, (), tuple(tracer.instructions), tuple(value.number for value in outputs)), tuple(found)
