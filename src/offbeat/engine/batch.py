@@ -21,10 +21,9 @@ from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.extras import Extras
 from offbeat.engine.foreach import run_foreach
-from offbeat.engine.loop import run_loop
+from offbeat.engine.loop import run_compact, run_loop
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
-from offbeat.engine.precision import run_compact
 from offbeat.engine.scalars import CoefficientSets, coefficient_sets, tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_storage, is_dense, is_plain, local, same_layout
@@ -40,12 +39,14 @@ class Batch:
         columns: the state tensors, one list for each.
         scalars: the stored scalars, one column for each.
         scales: the scales of 8-bit state, one list for each.
+        sets: the coefficients of this step, once they are prepared on the host.
         dtypes: the dtypes of p, g and the state.
         on_device: whether coefficients are computed on the device.
         keeps: whether the batch can serve a later step.
         clips_exactly: whether clipping in the same pass gives the bits of a separate multiplication.
     """
 
+    sets: CoefficientSets
     clips_exactly = False
     _symbolic = False  # whether numbers are 0-d tensors
 
@@ -64,7 +65,6 @@ class Batch:
         self._count = sum(g is not None for g in self._gradients)  # gradients of this step
         # Which members are at their first step; None once the batch has run.
         self._first: list[bool] | None = [m.first for m in members]
-        self._sets: CoefficientSets | None = None
         self._sets_for: tuple[Options, list[bytes | None]] | None = None
         self._set_up(options)
 
@@ -86,16 +86,10 @@ class Batch:
         stored = [column.raw() for column in self.scalars]
         known = self._sets_for is not None and self._sets_for[0] is options and self._sets_for[1] == stored
         if not known:
-            self._sets = coefficient_sets(options, self.scalars, self._first)
+            self.sets = coefficient_sets(options, self.scalars, self._first)
             changing = self._first is not None or options.has_tensors or None in stored
             self._sets_for = None if changing else (options, stored)
         return True
-
-    @property
-    def sets(self) -> CoefficientSets:
-        """The coefficients of this step."""
-        assert self._sets is not None
-        return self._sets
 
     def takes(self, extras: Extras) -> bool:
         """Whether :meth:`run` can do this in the same pass."""

@@ -41,6 +41,11 @@ COLUMN_FACTORS = (2654435761, 3327595350)
 _LOW = 0xFFFFFFFF
 
 
+def scaled_columns(formats: tuple[str, ...]) -> list[int]:
+    """The columns that have scales."""
+    return [i for i, one in enumerate(formats) if one in CODE_DTYPES]
+
+
 def scales_for(elements: int) -> int:
     """The number of scales of a tensor with this many elements."""
     return -(-elements // GROUP)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.engine.tensors import compute_dtype, cut
+from offbeat.engine.codec import decode, encode, round_stochastically, scaled_columns
+from offbeat.engine.tensors import compute_dtype, cut, match_layout
 from offbeat.rules.rule import Rule
 
 #: Elements computed at once, which bounds the size of temporaries.
@@ -50,6 +51,33 @@ def evaluate(
     compute = compute_dtype(t.dtype for t in tensors)
     inputs = {name: t if t.dtype == compute else t.to(compute) for name, t in zip(names, tensors, strict=True)}
     return rule.apply(inputs, scalars)
+
+
+def run_compact(
+    rule: Rule,
+    names: Sequence[str],
+    form: tuple[str, ...],
+    columns: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """Update one parameter that is stored in compact forms, or whose state is: decode, update, encode."""
+    scale = dict(zip(scaled_columns(form), scales, strict=True))
+    columns, errors = columns[: len(form)], columns[-1]
+    values = [decode(t, scale[i], form[i]) if i in scale else t.float() for i, t in enumerate(columns)]
+    if form[0] == "kahan":
+        values[0] = values[0] + errors.float()
+    results = evaluate(rule, names, values, scalars)
+    for i, new in zip([0, *range(2, len(form))], results, strict=True):
+        t = columns[i]
+        if i in scale:
+            encode(match_layout(new, t), t, scale[i], form[i])
+        elif form[i] == "stochastic":
+            t.copy_(round_stochastically(match_layout(new, t), scalars["rounding_step"], i))
+        else:
+            t.copy_(new)
+        if form[i] == "kahan":
+            errors.copy_(new - t.float())
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:

@@ -11,9 +11,9 @@ one element for each parameter), or with symbols that become a kernel. All of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,41 +22,6 @@ from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.options import Options
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
-
-
-class Arithmetic(Protocol):
-    """How stored scalars are represented."""
-
-    def stored(self, key: str, value: Any) -> Any:
-        """A value as the scalar ``key`` stores it; arithmetic with it is in the stored precision."""
-
-    def wide(self, value: Any) -> Any:
-        """A stored value for arithmetic in double precision."""
-
-
-class _TensorArithmetic:
-    """Tensors on one device; autograd may watch them."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        self._dtypes, self._device = dtypes, device
-
-    def stored(self, key: str, value: Any) -> Any:
-        return torch.as_tensor(value, dtype=self._dtypes[key], device=self._device)
-
-    def wide(self, value: Any) -> Any:
-        return value.to(_wide_dtype(self._device))
-
-
-class _HostArithmetic(_TensorArithmetic):
-    """Numbers on the host. Scalars are 0-d tensors while they are advanced, because their precision may be lower."""
-
-    def wide(self, value: Any) -> Any:
-        return value.item()
-
-
-def _wide_dtype(device: torch.device) -> torch.dtype:
-    """Double precision, or the most a device has."""
-    return torch.float32 if device.type in ("mps", "xla") else torch.float64
 
 
 @dataclass
@@ -84,14 +49,22 @@ class Numbers:
 
 
 def work_out(
-    rule: Rule, h: Values, slots: Sequence[Slot], before: Mapping[str, Any], arithmetic: Arithmetic, *, first: bool
+    rule: Rule,
+    h: Values,
+    slots: Sequence[Slot],
+    before: Mapping[str, Any],
+    store: Callable[[str, Any], Any],
+    widen: Callable[[Any], Any],
+    *,
+    first: bool,
 ) -> Numbers:
     """The numbers of a step.
 
     Args:
         slots: the state a parameter has; only scalars matter here.
         before: the stored scalars before the step, by key; ``step`` in double precision.
-        arithmetic: how scalars are represented.
+        store: ``store(key, value)`` is a value as the scalar ``key`` stores it, with which arithmetic is so precise.
+        widen: ``widen(value)`` is a stored value for arithmetic in double precision.
         first: whether it is a first step, for rules that do not count steps.
     """
     counts = "step" in before
@@ -100,12 +73,12 @@ def work_out(
     stored: dict[str, Any] = {}
     for slot in slots:
         if slot.scalar and slot.key != "step":
-            value = arithmetic.stored(slot.key, before[slot.key])
+            value = store(slot.key, before[slot.key])
             if slot.late and counts:
-                value = where(begins, arithmetic.stored(slot.key, slot.initial(h)), value)
+                value = where(begins, store(slot.key, slot.initial(h)), value)
             stored[slot.key] = value
-    new = {key: arithmetic.stored(key, v) for key, v in rule.advance(h, Values(step=step, **stored)).items()}
-    seen = {key: arithmetic.wide(v) for key, v in (stored | new if rule.advance_first else stored).items()}
+    new = {key: store(key, value) for key, value in rule.advance(h, Values(step=step, **stored)).items()}
+    seen = {key: widen(value) for key, value in (stored | new if rule.advance_first else stored).items()}
     coefficients = dict(rule.coefficients(h, Values(step=step, **seen)))
     return Numbers(coefficients, new | {"step": step} if counts else new, begins, step)
 
@@ -114,11 +87,16 @@ def tensor_numbers(
     rule: Rule, h: Values, slots: Sequence[Slot], stored: Mapping[str, Tensor], device: torch.device, *, first: bool
 ) -> Numbers:
     """The numbers of a step as tensors, from stored scalars that are tensors on ``device``; see :func:`work_out`."""
+    wide = torch.float32 if device.type in ("mps", "xla") else torch.float64  # the most the device has
     before = dict(stored)
     if "step" in before:
-        before["step"] = before["step"].to(_wide_dtype(device))
-    arithmetic = _TensorArithmetic({key: t.dtype for key, t in stored.items()}, device)
-    return work_out(rule, h, slots, before, arithmetic, first=first)
+        before["step"] = before["step"].to(wide)
+    store = _storing({key: t.dtype for key, t in stored.items()}, device)
+    return work_out(rule, h, slots, before, store, lambda value: value.to(wide), first=first)
+
+
+def _storing(dtypes: Mapping[str, torch.dtype], device: torch.device) -> Callable[[str, Any], Tensor]:
+    return lambda key, value: torch.as_tensor(value, dtype=dtypes[key], device=device)
 
 
 @dataclass
@@ -171,12 +149,12 @@ def coefficient_sets(
     else:
         chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
     dtypes = {key: column.tensors[0].dtype for key, column in zip(keys, columns, strict=True)}
-    arithmetic = _HostArithmetic(dtypes, torch.device("cpu"))
+    store = _storing(dtypes, torch.device("cpu"))
     found = CoefficientSets(chosen)
     for one in distinct:
         before = dict(zip(keys, one, strict=False))
         is_first = len(one) > len(keys) and bool(one[-1])
-        numbers = work_out(options.rule, h, options.slots, before, arithmetic, first=is_first)
+        numbers = work_out(options.rule, h, options.slots, before, store, Tensor.item, first=is_first)
         row = {name: float(value) for name, value in numbers.coefficients.items()}
         row["rounding_step"] = float(numbers.step)
         found.sets.append(row)

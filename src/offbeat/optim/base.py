@@ -199,7 +199,8 @@ class RuleOptimizer(Optimizer):
         if "capturable" not in self.defaults:
             return
         # torch's check is slow even if there is nothing to find.
-        if any(group["capturable"] for group in self.param_groups) or is_capturing() or _uses_xpu():
+        xpu = torch.xpu.is_initialized()  # type: ignore[no-untyped-call]
+        if any(group["capturable"] for group in self.param_groups) or is_capturing() or xpu:
             _torch.check_capture(self)
 
     def _own_state(self) -> State:
@@ -285,10 +286,6 @@ class RuleOptimizer(Optimizer):
         text = super().__repr__()
         lines = [f"    tier of group {i}: {choice}" for i, choice in enumerate(self.tiers())]
         return text.removesuffix(")") + "\n".join(lines) + "\n)"
-
-
-def _uses_xpu() -> bool:
-    return bool(torch.xpu.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _check_flags(rule: Rule, options: dict[str, Any]) -> None:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import pytree
+from offbeat.engine.gradients import check_gradient
 from offbeat.engine.loop import evaluate
 from offbeat.engine.options import hyperparameters
 from offbeat.engine.scalars import tensor_numbers
-from offbeat.errors import GradientError
 from offbeat.optim.lookup import rule_class
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
@@ -107,13 +107,7 @@ class PureOptimizer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if g is None:
             return p, state
-        if not isinstance(g, Tensor):
-            raise TypeError(f"a gradient must be a Tensor or None, but got {type(g).__name__}")
-        if g.shape != p.shape or g.dtype != p.dtype:
-            raise GradientError(
-                f"a gradient of shape {tuple(g.shape)} and dtype {g.dtype} was given for a parameter of shape "
-                f"{tuple(p.shape)} and dtype {p.dtype}; give one that fits, or cast it"
-            )
+        check_gradient(self.rule, h, p, g)
         slots = self._slots(h)
         missing = [slot.key for slot in slots if slot.key not in state]
         if missing:

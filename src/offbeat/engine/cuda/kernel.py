@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from offbeat import _torch
+from offbeat.engine.codec import scaled_columns
 from offbeat.engine.cuda.source import (
     NEAREST,
     NEAREST_BY_BITS,
@@ -22,7 +23,6 @@ from offbeat.engine.cuda.source import (
     QUOTIENT,
     Variant,
     is_rough,
-    scaled_columns,
     triton_source,
 )
 from offbeat.engine.cuda.table import BLOCK, DeviceTable

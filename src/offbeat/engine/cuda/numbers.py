@@ -66,12 +66,20 @@ class DeviceNumbers:
 
     def _trace(self, inputs: list[str]) -> tuple[Program, tuple[str, ...]]:
         """Coefficients, and stored scalars after the step, as functions of stored scalars and these hyperparameters."""
-        options, arithmetic = self._options, _SymbolArithmetic(self._dtypes)
+        options = self._options
+
+        def store(key: str, value: Any) -> Any:
+            if self._dtypes[key] == torch.float64:
+                return value
+            return value.narrowed() if isinstance(value, _Number) else torch.tensor(value, dtype=torch.float32).item()
+
+        def widen(value: Any) -> Any:
+            return _Number(value.tracer, value.number) if isinstance(value, _Number) else value
 
         def function(given: Mapping[str, _Number]) -> dict[str, Any]:
             h = _with_inputs(options.h, inputs, given)
             before = {key: given[f"s.{key}"] for key in self._dtypes}
-            numbers = work_out(options.rule, h, options.slots, before, arithmetic, first=self._first)
+            numbers = work_out(options.rule, h, options.slots, before, store, widen, first=self._first)
             return numbers.for_kernel(options.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
 
         return _trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
@@ -195,21 +203,6 @@ class _Number(Value):
         found: _Number = self.emit("round", self)
         found.is_narrow = True
         return found
-
-
-class _SymbolArithmetic:
-    """Stored scalars as symbols; see :class:`offbeat.engine.scalars.Arithmetic`."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-
-    def stored(self, key: str, value: Any) -> Any:
-        if self._dtypes[key] == torch.float64:
-            return value
-        return value.narrowed() if isinstance(value, _Number) else torch.tensor(value, dtype=self._dtypes[key]).item()
-
-    def wide(self, value: Any) -> Any:
-        return _Number(value.tracer, value.number) if isinstance(value, _Number) else value
 
 
 class _NumberTracer(Tracer):

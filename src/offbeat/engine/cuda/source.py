@@ -24,6 +24,7 @@ from offbeat.engine.codec import (
     HASH_SHIFT,
     LEVELS,
     SMALLEST,
+    scaled_columns,
 )
 from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
@@ -247,11 +248,6 @@ def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
         lines.append(f"        p1 = a1.to(tl.pointer_type({kind})) + start")
         lines.append(f"        tl.store(p1 + inside, tl.full([BLOCK], 0.0, {kind}), inside < left)")
     return lines
-
-
-def scaled_columns(formats: tuple[str, ...]) -> list[int]:
-    """The columns that have scales."""
-    return [i for i, one in enumerate(formats) if one in CODE_DTYPES]
 
 
 def _pass(typed: TypedProgram, variant: Variant, *, whole: bool) -> list[str]:
