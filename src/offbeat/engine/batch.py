@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat.engine.addresses import AddressBook
-from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.extras import Extras
 from offbeat.engine.foreach import run_foreach
 from offbeat.engine.loop import run_compact, run_loop
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
-from offbeat.engine.scalars import CoefficientSets, coefficient_sets, tensor_numbers
+from offbeat.engine.scalars import CoefficientSets, ScalarColumn, coefficient_sets, tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_storage, is_dense, is_plain, local, same_layout
 from offbeat.rules.ops import where

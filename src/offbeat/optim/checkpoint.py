@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.engine.counters import new_scalars, scalar_dtype
 from offbeat.engine.gradients import check_alike
 from offbeat.engine.precision import converted, in_numbers
+from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local
 from offbeat.rules.rule import PRECISION, Slot, Values

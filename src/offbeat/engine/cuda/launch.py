@@ -144,12 +144,10 @@ class DeviceBatch(Batch):
     def _launch(
         self, coefficients: Sequence[Any], extras: Extras, *, by_row: bool, words: Tensor | None = None
     ) -> None:
-        key = by_row if extras is NOTHING else extras.variant(by_row=by_row)
-        launch = self._launcher(
-            key,
-            lambda content: bind_kernel(self._typed, extras.variant(by_row=by_row), self.table, content),
-            words,
-        )
+        def bind(content: Tensor) -> Callable[..., None]:
+            return bind_kernel(self._typed, extras.variant(by_row=by_row), self.table, content)
+
+        launch = self._launcher(by_row if extras is NOTHING else extras.variant(by_row=by_row), bind, words)
         launch(*coefficients, *(t for t in extras.numbers if t is not None))
 
     def _launcher(
