@@ -46,8 +46,8 @@ def choose(options: Options, tensors: list[Tensor]) -> Choice:
         )
     if is_traced() or not all(map(has_values, tensors)):
         return Choice("loop", "the tensors are traced: every operation is one that torch sees")
-    if options.form:
-        return _compact(options, tensors)
+    if options.form and (h.fused is False or h.foreach is not None):
+        return Choice("loop", f"fused={h.fused}, foreach={h.foreach}")
     if h.capturable and (h.fused or h.foreach is None) and h.fused is not False:
         why_not = _why_not_fused(options, tensors) or (_CAPTURING if is_capturing() else None)
         if why_not is None:
@@ -66,29 +66,7 @@ def choose(options: Options, tensors: list[Tensor]) -> Choice:
     why_not = _why_not_fused(options, tensors)
     if why_not is None:
         return Choice("fused", "the fastest for these tensors")
-    return Choice("foreach" if is_dense(p) and has_storage(p) else "loop", why_not)
-
-
-def _compact(options: Options, tensors: list[Tensor]) -> Choice:
-    """The tier for numbers in compact forms: a kernel, or the loop."""
-    p, h = tensors[0], options.h
-    if h.fused is False or h.foreach is not None:
-        return Choice("loop", f"fused={h.fused}, foreach={h.foreach}")
-    if not all(map(is_plain, tensors)):
-        why_not: str | None = "the parameter is not a plain tensor"
-    elif not is_dense(p) or not all(map(has_storage, tensors)):
-        why_not = "the parameter does not fill one piece of memory"
-    elif p.device.type == "cpu" and not is_interpreting():
-        why_not = "compact forms have no kernel on the CPU"
-    elif h.capturable and is_capturing():
-        why_not = _CAPTURING
-    else:
-        why_not = _why_not_compiled(options, tensors)
-    if why_not is None:
-        return Choice("fused", "the fastest for these tensors")
-    if h.fused:
-        raise RuntimeError(f"`fused=True` is not possible here: {why_not}. Leave fused out")
-    return Choice("loop", why_not)
+    return Choice("foreach" if not options.form and is_dense(p) and has_storage(p) else "loop", why_not)
 
 
 def _fused(options: Options, tensors: list[Tensor]) -> Choice:
@@ -101,9 +79,9 @@ def _fused(options: Options, tensors: list[Tensor]) -> Choice:
     why_not = _why_not_fused(options, tensors)
     if why_not is None:
         return Choice("fused", "fused=True")
-    if p.device.type == "cpu" and not is_dense(p):
+    if p.device.type == "cpu" and not is_dense(p) and not options.form:
         return Choice("loop", why_not)
-    if rule.surface.native is None or len({t.dtype for t in tensors}) > 1:
+    if rule.surface.native is None or options.form or len({t.dtype for t in tensors}) > 1:
         raise RuntimeError(f"`fused=True` is not possible for {rule.name} here: {why_not}. Leave fused out")
     return Choice("native", f"torch's own operator, because {why_not}")
 
@@ -123,7 +101,7 @@ def _why_not_fused(options: Options, tensors: list[Tensor]) -> str | None:
     if not all(map(is_plain, tensors)):
         return "the parameter is not a plain tensor"
     for t in tensors:
-        if t.dtype not in SUPPORTED:
+        if t.dtype not in SUPPORTED and not options.form:
             return f"no kernel for {t.dtype}"
     if not is_dense(tensors[0]):
         return "the parameter has gaps in memory"
@@ -137,5 +115,7 @@ def _why_not_compiled(options: Options, tensors: list[Tensor]) -> str | None:
     typed, device = options.typed(tuple(t.dtype for t in tensors)), tensors[0].device
     if device.type != "cpu" or is_interpreting():
         return why_no_kernel(typed, Variant(by_row=typed.compute != torch.float32), device)
+    if options.form:
+        return "compact forms have no kernel on the CPU"
     kernel = cpu_kernel(typed)
     return kernel if isinstance(kernel, str) else None
