@@ -13,7 +13,7 @@ from torch import Tensor
 
 from offbeat._torch import is_traced
 from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, LoopBatch, NativeBatch
-from offbeat.engine.choice import Choice, choose, uses_triton
+from offbeat.engine.choice import TRACED, Choice, choose, uses_triton
 from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
 from offbeat.engine.cuda.numbers import NotTraceable
@@ -88,13 +88,14 @@ class Part:
 
     def _member(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
         member = make_member(self.options, p, g, entry, first, created)
-        if not all(map(has_values, member.columns)) or is_traced():
-            self._symbolic = True
         if member.rows is None:
             member.choice = choose(self.options, member.columns)
+            self._symbolic = self._symbolic or member.choice is TRACED
             if member.choice.tier in ("fused", "native"):
                 align(self.options, member, created)
             member.on_device = self._is_on_device(member)
+        elif is_traced() or not all(map(has_values, member.columns)):
+            self._symbolic = True
         return member
 
     def _is_on_device(self, member: Member) -> bool:

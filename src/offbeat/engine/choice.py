@@ -30,6 +30,10 @@ class Choice(NamedTuple):
         return f"{self.tier} ({self.reason})"
 
 
+#: The tier of tensors without values, and of steps that torch must see every operation of.
+TRACED = Choice("loop", "the tensors are traced: every operation is one that torch sees")
+
+
 def choose(options: Options, tensors: list[Tensor]) -> Choice:
     """The tier for one parameter; ``tensors`` are p, g and the state.
 
@@ -45,7 +49,7 @@ def choose(options: Options, tensors: list[Tensor]) -> Choice:
             f"{list(_NATIVE_DEVICES)}, but one is on {p.device}; leave fused out for this group"
         )
     if is_traced() or not all(map(has_values, tensors)):
-        return Choice("loop", "the tensors are traced: every operation is one that torch sees")
+        return TRACED
     if options.form and (h.fused is False or h.foreach is not None):
         return Choice("loop", f"fused={h.fused}, foreach={h.foreach}")
     if h.capturable and (h.fused or h.foreach is None) and h.fused is not False:
@@ -112,7 +116,14 @@ def _why_not_fused(options: Options, tensors: list[Tensor]) -> str | None:
 
 def _why_not_compiled(options: Options, tensors: list[Tensor]) -> str | None:
     # Compiled now, so that a failure is found before anything changes.
-    typed, device = options.typed(tuple(t.dtype for t in tensors)), tensors[0].device
+    kind = tuple(t.dtype for t in tensors), tensors[0].device
+    if kind not in options.reasons:
+        options.reasons[kind] = _compile(options, *kind)
+    return options.reasons[kind]
+
+
+def _compile(options: Options, dtypes: tuple[torch.dtype, ...], device: torch.device) -> str | None:
+    typed = options.typed(dtypes)
     if device.type != "cpu" or is_interpreting():
         return why_no_kernel(typed, Variant(by_row=typed.compute != torch.float32), device)
     if options.form:

@@ -29,6 +29,11 @@ class Work(NamedTuple):
         return [p.grad for p in self.params] if self.grads is None else self.grads
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient."""
+        return any(g is not None for g in (self.grads if self.grads is not None else (p.grad for p in self.params)))
+
+    @property
     def key(self) -> tuple[int, ...]:
         """Under which batches are kept: the group's id, or those of some of its parameters."""
         whole = self.params is self.group["params"]

@@ -31,6 +31,7 @@ class Options:
         has_tensors: whether a hyperparameter is a tensor.
         symbolic: whether numbers stay tensors, on their device or watched by autograd.
         marks: whether state that has not seen a step is marked so.
+        reasons: by dtypes and device, why there is no kernel for them, or None.
         kind: everything that decides which kernel runs. Batches are built for options of one kind.
     """
 
@@ -47,6 +48,7 @@ class Options:
         self.has_tensors = has_tensors(h)
         self.symbolic = bool(h.capturable or h.differentiable)
         self.marks = rule.first_step_differs(h) and "step" not in self.scalar_keys
+        self.reasons: dict[Any, str | None] = {}
         flags = (h.foreach, h.fused, h.differentiable, h.capturable, *(vars(h).get(name) for name in PRECISION))
         self.kind = (flags, self.structure, self.tensor_keys, self.scalar_keys, self.has_tensors)
 

@@ -69,9 +69,10 @@ class Engine:
 
     def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
         """As :meth:`run`; returns whether there are new batches."""
-        work = [item for item in work if any(g is not None for g in item.gradients)]
+        work = [item for item in work if item.has_gradients]
         again: list[Work] = []
         jobs: list[tuple[Part, Options]] = []
+        built = False
         try:
             jobs += (self._prepare(item, state, again) for item in work)
             at_hand = fitting(extras, work) if extras else NOTHING
@@ -83,9 +84,11 @@ class Engine:
                     part.settle()
                 for (part, options), item in zip(jobs, work, strict=True):
                     part.run(options, at_hand or NOTHING)
-                    self._parts.pop(item.key, None)
-                    if part.keeps and len(part.params) == len(item.params):
-                        self._parts[item.key] = part
+                    if self._parts.get(item.key) is not part:
+                        built = True
+                        self._parts.pop(item.key, None)
+                        if part.keeps and len(part.params) == len(item.params):
+                            self._parts[item.key] = part
                 if at_hand and at_hand.changes_gradients:
                     increment_version([g for item in work for g in item.gradients if g is not None])
         finally:
@@ -96,7 +99,7 @@ class Engine:
                 return changed is not None and self._run(changed, state, NOTHING)
         for item in again:
             self._run([item], state, NOTHING)
-        return True
+        return built
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:
         """Batches for this work that are ready to run; work that must wait until it is done goes to ``again``."""
