@@ -572,7 +572,7 @@ def test_a_reader_that_disagrees_with_python_is_not_used(fresh, monkeypatch):
     monkeypatch.setattr(reader, "_load", Wrong)
     fresh.start('cp $good "$out"')
     assert not reader.wait_for_reader(20)
-    assert reader.why_no_reader() == "what the compiled reader says of some tensors is not what Python says"
+    assert reader.why_no_reader() == "the compiled reader and Python disagree about some tensors"
 
 
 @contextlib.contextmanager

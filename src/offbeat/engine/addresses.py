@@ -1,8 +1,8 @@
 """Where many tensors lie, read and checked in one go.
 
 A compiled kernel works on addresses, and an address is only good if the tensor behind it is still what it was: same
-dtype, shape, strides and device, with memory enough, and plain, so that its memory holds its values. Asking from Python
-costs some microseconds a tensor; the compiled reader, once it is there, a few hundredths of one.
+dtype, shape, strides and device, with memory enough, and plain, so that its memory holds its values. Python needs a few
+microseconds to check one tensor; the compiled reader needs a few hundredths of a microsecond.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AddressBook:
     def _local_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> list[Any] | None:
         """The local parts of gradients that are cut as their parameters, and None if any is not.
 
-        What they say of it is recognised from now on.
+        The specifications of these gradients are recognised from now on.
         """
         gradients: list[Any] = []
         for i, (p, g) in enumerate(zip(params, [p.grad for p in params] if grads is None else grads, strict=False)):
@@ -155,11 +155,11 @@ class AddressBook:
             if t.is_neg() or is_zero_tensor(t) or t.is_inference() or (dtype.is_complex and t.is_conj()):
                 return None
             place = t.data_ptr()
-            # Somebody may have freed or shrunk the memory under a tensor that knows nothing of it.
+            # The storage may have been freed or shrunk while the tensor kept its shape.
             end = (t.storage_offset() + numel) * dtype.itemsize
             if numel and (not place or end > t.untyped_storage().nbytes()):
                 return None
-        except RuntimeError:  # a tensor that cannot be asked is none to work on
+        except RuntimeError:  # the tensor has no address
             return None
         return place if numel else 0
 
@@ -171,7 +171,7 @@ def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> b
 def _place(t: Tensor) -> int | None:
     try:
         return t.data_ptr() if type(t) in _PLAIN else None
-    except RuntimeError:  # it has no memory of its own
+    except RuntimeError:  # the tensor has no memory of its own
         return None
 
 

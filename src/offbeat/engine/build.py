@@ -126,7 +126,11 @@ class Part:
                 if self._is_marked(entry):
                     continue
                 member = self._member(p, p, entry, False, created)
-            except (TypeError, ValueError, RuntimeError):  # it is none of this step's business
+            except (
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ):  # errors of a parameter without a gradient do not concern this step
                 continue
             if member.simple and not created and member.choice.tier != "loop":
                 member.idle = True
@@ -207,7 +211,7 @@ class Part:
         self._restored, self._created = [], []
 
     def settle(self) -> None:
-        """All state of the step is stored: from now on, a change of state is one by somebody else."""
+        """Call when all state of the step is stored. A later change of state was made by someone else."""
         self._clock = self.state.clock[0]
 
     def run(self, options: Options, extras: Extras) -> None:

@@ -61,7 +61,7 @@ def loaded(
     state, new_groups = State(), []
     for mine, theirs in zip(groups, saved, strict=True):
         fresh_group = {**theirs, "params": mine["params"]}
-        for name in PRECISION:  # how numbers are stored is this optimizer's affair; they are converted
+        for name in PRECISION:  # this optimizer decides how numbers are stored; loaded state is converted
             fresh_group.pop(name, None)
             if name in mine:
                 fresh_group[name] = mine[name]

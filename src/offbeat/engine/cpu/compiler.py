@@ -77,7 +77,7 @@ def cache_directory() -> Path:
     else:
         try:
             directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
-        except RuntimeError:  # nobody knows where this user is at home
+        except RuntimeError:  # the user has no home directory
             return _private_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
