@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -165,3 +167,36 @@ def through_dcp(rank: int, world: int, folder: str) -> Any:
 
 def test_distributed_checkpoints(tmp_path):
     assert run_ranks(through_dcp, 2, str(tmp_path)) == [True, True]
+
+
+LEAVING = """
+import sys, torch, torch.distributed as dist, offbeat
+
+def main(rank, store):
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(40, 40)
+    inner = torch.optim.SGD(model.parameters(), lr=0.001)
+    diloco = offbeat.DiLoCo(inner, model, every=8, subgroup=None, delay=5, fragments=2, codec="int4")
+    for _ in range(20):
+        model(torch.ones(1, 40)).sum().backward()
+        diloco.step()
+        diloco.zero_grad()
+    dist.barrier()
+    dist.destroy_process_group()
+
+main(int(sys.argv[1]), sys.argv[2])
+"""
+
+
+def test_a_program_ends_in_peace(tmp_path):
+    """An optimizer is dropped just before the end, while a thread of its own closes connections."""
+    for turn in range(4):
+        store = str(tmp_path / f"store{turn}")
+        programs = [
+            subprocess.Popen([sys.executable, "-c", LEAVING, str(rank), store], stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        for program in programs:
+            _, said = program.communicate(timeout=60)
+            assert program.returncode == 0, said[-2000:]

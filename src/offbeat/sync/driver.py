@@ -23,6 +23,9 @@ __all__ = ["Driver"]
 SECONDS_AT_EXIT = 10.0
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
+#: Threads that run, and their queues. Python ends a daemon thread that comes back from C++ when the program is over,
+#: which aborts the process; so none may be in C++ then.
+_threads: dict[threading.Thread, Any] = {}
 
 
 class Driver:
@@ -40,6 +43,7 @@ class Driver:
         self._under_way[id(one)] = (one, over)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=_work, args=(self._queue,), name="offbeat-sync", daemon=True)
+            _threads[self._thread] = self._queue
             self._thread.start()
             weakref.finalize(self, self._queue.put, None).atexit = False
         self._queue.put((one, over))
@@ -84,6 +88,13 @@ class Driver:
 
 def _work(rounds: Any) -> None:
     make_thread_quiet()
+    try:
+        _work_through(rounds)
+    finally:
+        _threads.pop(threading.current_thread(), None)
+
+
+def _work_through(rounds: Any) -> None:
     while True:
         found = rounds.get()
         if found is None:
@@ -103,3 +114,6 @@ def _work(rounds: Any) -> None:
 def _stop_all() -> None:
     for driver in list(_drivers):
         driver.stop(SECONDS_AT_EXIT)
+    for thread, rounds in list(_threads.items()):
+        rounds.put(None)
+        thread.join(SECONDS_AT_EXIT)
