@@ -415,3 +415,27 @@ def test_everything_is_exchanged_through_peers():
     collectives = re.compile(r"(?<!>>> )\bdist\.\w|^\s*import torch\.distributed")
     assert lines
     assert [one for one in lines if collectives.search(one[1]) and ">>>" not in one[1]] == []
+
+
+def test_delayed_averages_in_a_wider_dtype_are_not_rounded_in_between():
+    """With three ranks: thirds are not exact in bfloat16."""
+
+    def run(rank, peers):
+        model = nn.Linear(50, 40).bfloat16()
+        generator = torch.Generator().manual_seed(rank)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator))
+        local = offbeat.LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=0.0), model, every=4, delay=1, group=peers, subgroup=None,
+            reduce_dtype=torch.float32,
+        )  # fmt: skip
+        before = flat(model)
+        local.step()
+        local.step()
+        return before, flat(model)
+
+    found = replicas(3, run)
+    mean = sum(before.float() / 3 for before, _ in found)
+    for before, after in found:
+        assert torch.equal(after, before + (mean - before.float()).bfloat16())
