@@ -78,6 +78,7 @@ OPTIONS = [
     ({}, {}),
     ({"outer": functools.partial(offbeat.Adam, lr=0.05)}, {"outer": functools.partial(torch.optim.Adam, lr=0.05)}),
     ({"outer": functools.partial(torch.optim.SGD, lr=0.5)}, {"outer": functools.partial(torch.optim.SGD, lr=0.5)}),
+    ({"mixing": 0.25}, {"mixing": 0.25}),
     ({"delay": 3}, {"delay": 3, "mixing": 0.5}),
     ({"delay": 6, "mixing": 0.25}, {"delay": 6, "mixing": 0.25}),
     ({"fragments": 3}, {"parts": 3}),

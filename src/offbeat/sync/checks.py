@@ -35,6 +35,9 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
                 f"state={state!r} cannot be used with fragments, which are exchanged at different steps; use "
                 "state='keep'"
             )
+        averages = state == "average" or (isinstance(state, Mapping) and "average" in state.values())
+        if level.kept and averages:
+            raise ValueError("state='average' cannot be used with mixing, which keeps replicas apart; use 'keep'")
         lower = [one for one in found[:i] if one.outer is not None]
         if lower and level.outer is None and level.delay:
             raise ValueError(

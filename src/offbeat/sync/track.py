@@ -115,7 +115,9 @@ class Track:
         final = done or now
         if self.codec is not None:
             return Coded(self, step, done=done, final=final)
-        return (InPlace if now or not self.level.delay else OnCopy)(self, step, done=done, final=final)
+        # In place the local parameters are gone, and nothing of them could be kept.
+        in_place = now or not (self.level.delay or self.level.kept)
+        return (InPlace if in_place else OnCopy)(self, step, done=done, final=final)
 
     @torch.no_grad()
     def set_params(self, params: dict[str, Tensor], names: Sequence[str], *, kept: float) -> None:
