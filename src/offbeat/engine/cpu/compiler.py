@@ -18,6 +18,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 __all__ = ["CompilerError", "load", "why_no_compiler"]
@@ -73,14 +74,37 @@ def cache_directory() -> Path:
             directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
         except RuntimeError:  # nobody knows where this user is at home
             return _private_directory()
+    if problem := _why_not_trusted(directory):
+        _warn_once(
+            f"{problem}; kernels are compiled anew in every process. Set OFFBEAT_CACHE_DIR to a directory of yours"
+        )
+        return _private_directory()
+    return directory
+
+
+def _why_not_trusted(directory: Path) -> str | None:
+    """Who can write to the directory can make this process run any code. None if that is this user alone."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        mine = directory.stat().st_uid == os.getuid() and not directory.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)
-        if mine and os.access(directory, os.W_OK):
-            return directory
-    except OSError:
-        pass
-    return _private_directory()
+        found = directory.stat()
+    except OSError as error:
+        return f"the cache directory {directory} cannot be used: {error}"
+    if found.st_uid != os.getuid():
+        return (
+            f"the cache directory {directory} is not trusted: it belongs to user {found.st_uid}, not to {os.getuid()}"
+        )
+    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        return (
+            f"the cache directory {directory} is not trusted: others may write to it (mode {found.st_mode & 0o777:o})"
+        )
+    if not os.access(directory, os.W_OK):
+        return f"the cache directory {directory} cannot be written to"
+    return None
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
 
 
 @functools.cache
