@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -35,7 +36,7 @@ class ReadsGradients(Protocol):
 
 
 def check_options(
-    accumulate: int,
+    accumulate: int | Callable[[], bool],
     clip_norm: float | None,
     clip: str,
     scaler: Any,
@@ -44,9 +45,12 @@ def check_options(
     bucket_cap_mb: float | None,
 ) -> None:
     """Raise if an option is invalid by itself."""
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool):
-        raise TypeError(f"accumulate must be an int, the number of backward passes in a step, but got {accumulate!r}")
-    if accumulate < 1:
+    if not callable(accumulate) and (not isinstance(accumulate, int) or isinstance(accumulate, bool)):
+        raise TypeError(
+            "accumulate must be an int, the number of backward passes in a step, or a function that returns whether "
+            f"more passes follow, but got {accumulate!r}"
+        )
+    if not callable(accumulate) and accumulate < 1:
         raise ValueError(f"accumulate must be at least 1 backward pass, but got {accumulate}")
     if clip not in MODES:
         raise ValueError(f"clip must be one of {', '.join(map(repr, MODES))}, but got {clip!r}")

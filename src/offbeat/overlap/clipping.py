@@ -96,6 +96,17 @@ class Clipping:
         """The coefficient of parameters of one bucket, in the modes that do not wait."""
         return self._coefficients[id(params[0])] if self.mode == "bucket" else self._coefficient(self.last)
 
+    def norm(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards) -> Tensor | None:
+        """The norm of all gradients of this step, those used already and those of the parameters ``left``.
+
+        The arguments are those of :meth:`finish`. Changes nothing.
+        """
+        before = dict(self._norms)
+        try:
+            return self._measure_all(everyone, left, shards)
+        finally:
+            self._norms = before
+
     def finish(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards, *, counts: bool) -> None:
         """End the step: compute the norm of all its gradients, and clip the gradients of the parameters ``left``.
 
@@ -105,14 +116,9 @@ class Clipping:
             shards: by id of a parameter, the process groups that hold its other shards.
             counts: whether backward has run in this step, so that its norm is to be kept as the last.
         """
-        stale = [p for p in left if not self._is_fresh(p)]
-        self.measure(stale, [p.grad for p in stale if p.grad is not None])
-        # A parameter that DDP found unused on all ranks was measured as zero, and has no gradient after all.
-        waiting = {id(p) for p in left}
-        counted = [p for p in everyone if id(p) in waiting or self._is_stepped(p)]
-        total = self._total(counted, everyone, shards)
+        changed = {id(p) for p in left if not self._is_fresh(p)}
+        total = self._measure_all(everyone, left, shards)
         if self.mode == "bucket":
-            changed = {id(p) for p in stale}
             weighed = [p for p in left if id(p) in self._coefficients and id(p) not in changed]
             for coefficient, some in _by_coefficient(weighed, self._coefficients):
                 multiply([p.grad for p in some if p.grad is not None], coefficient)
@@ -130,6 +136,14 @@ class Clipping:
     def drop(self) -> None:
         """Forget the norms of a step."""
         self._norms, self._coefficients = {}, {}
+
+    def _measure_all(self, everyone: Sequence[Tensor], left: Sequence[Tensor], shards: Shards) -> Tensor | None:
+        stale = [p for p in left if not self._is_fresh(p)]
+        self.measure(stale, [p.grad for p in stale if p.grad is not None])
+        # A parameter that DDP found unused on all ranks was measured as zero, and has no gradient after all.
+        waiting = {id(p) for p in left}
+        counted = [p for p in everyone if id(p) in waiting or self._is_stepped(p)]
+        return self._total(counted, everyone, shards)
 
     def _is_stepped(self, p: Tensor) -> bool:
         return id(p) in self._norms and self._norms[id(p)][2] == -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +30,7 @@ def overlap(
     optimizer: Optimizer,
     module: torch.nn.Module,
     *,
-    accumulate: int = 1,
+    accumulate: int | Callable[[], bool] = 1,
     clip_norm: float | None = None,
     clip: str = "exact",
     scaler: Any = None,
@@ -47,8 +47,9 @@ def overlap(
         optimizer: any :class:`torch.optim.Optimizer` whose update of a parameter does not depend on other parameters.
         module: the module with the optimizer's parameters: plain, in ``DistributedDataParallel``, or with
             ``fully_shard``.
-        accumulate: the number of backward passes in a step. See also :meth:`Overlap.accumulate`. With DDP's
-            ``no_sync()`` or FSDP2's ``set_requires_gradient_sync(False)``, leave it at 1.
+        accumulate: the number of backward passes in a step; or a function that returns, during a backward pass,
+            whether more passes follow in the same step. See also :meth:`Overlap.accumulate`. With DDP's ``no_sync()``
+            or FSDP2's ``set_requires_gradient_sync(False)``, leave it at 1.
         clip_norm: the largest norm of all gradients of this optimizer together. None does not clip.
         clip: ``"exact"`` clips by the norm of all gradients, and delays all updates until it is known. ``"previous"``
             clips by the norm of the previous step and ``"bucket"`` clips each bucket by its own norm; neither waits.
@@ -132,6 +133,25 @@ class Overlap:
         clipping.
         """
         return self._step.clip.last if self._step is not None and self._step.clip is not None else None
+
+    def norm(self) -> Tensor | None:
+        """The norm of the gradients of this step, between the last ``backward()`` and ``optimizer.step()``.
+
+        A 0-d tensor on their device, or None without ``clip_norm`` and if there are no gradients. On an FSDP2 module
+        call it on every rank. With a scaler, call ``scaler.unscale_(optimizer)`` first.
+        """
+        step = self._alive()
+        if step.clip is None:
+            return None
+        with step.lock:
+            self._refresh(step)
+            self._source.flush()
+            return step.norm()
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The largest norm of all gradients together; None if they are not clipped."""
+        return self._step.clip.limit if self._step is not None and self._step.clip is not None else None
 
     @property
     def scaling(self) -> Scaling | None:

@@ -6,7 +6,7 @@ Where buckets come from (a plain module, DDP, FSDP2) is the matter of a :class:`
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,13 @@ class Step:
         in_step: whether ``optimizer.step()`` is running.
     """
 
-    def __init__(self, optimizer: Optimizer, order: Sequence[Tensor], accumulate: int, clip: Clipping | None) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        order: Sequence[Tensor],
+        accumulate: int | Callable[[], bool],
+        clip: Clipping | None,
+    ) -> None:
         self.optimizer = optimizer
         self.parameters = Parameters(optimizer, order)
         self.accumulation = Accumulation(accumulate)
@@ -190,6 +196,18 @@ class Step:
         self._settle()
         if self.clip is not None:
             self.clip.finish(self.parameters.all, self._left(), self.parameters.shards, counts=self.is_open)
+
+    @torch.no_grad()
+    def norm(self) -> Tensor | None:
+        """The norm of all gradients of this step so far; None if there are none."""
+        assert self.clip is not None
+        self._settle()
+        left = self._left()
+        if self.scaling is not None and not self.scaling.is_finished and left:
+            raise RuntimeError(
+                "the norm is known after the scaler has unscaled all gradients; call scaler.unscale_(optimizer) first"
+            )
+        return self.clip.norm(self.parameters.all, left, self.parameters.shards)
 
     def hand_over(self) -> None:
         """Let the optimizer's own step see only the gradients that are left."""
