@@ -71,7 +71,6 @@ convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.precision --save
 
 docs: $(VENV)/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 clean:

@@ -140,7 +140,7 @@ def section(task: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     yield (
-        "| | held-out loss, median | against DDP, median (range) | against another arm, median (range) "
+        "| arm | held-out loss, median | against DDP, median (range) | against another arm, median (range) "
         "| after `finish()`, against DDP, median |"
     )
     yield "|---" * 5 + "|"

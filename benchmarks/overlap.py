@@ -43,7 +43,7 @@ def gpu(rounds: int, steps: int) -> dict[str, Any]:
 
 def gpu_report(result: dict[str, Any]) -> list[str]:
     names = {row["variant"]: row["name"] for row in result["memory"]}
-    lines = ["## Time", "", "| | median ms a step | fastest ms | against torch after backward, in the same round |"]
+    lines = ["## Time", "", "| arm | median ms a step | fastest ms | against torch after backward, in the same round |"]
     lines += ["|---|---|---|---|"]
     for variant, row in result["turns"].items():
         spread = f"{row['ratio']:.3f} ({row['ratios'][0]:.2f} to {row['ratios'][-1]:.2f})"
@@ -55,7 +55,7 @@ def gpu_report(result: dict[str, Any]) -> list[str]:
             "",
             f"## Memory, with {cache}",
             "",
-            "| | peak GiB | saved, of the gradients' bytes |",
+            "| arm | peak GiB | saved, of the gradients' bytes |",
             "|---|---|---|",
         ]
         for row in rows:

@@ -26,7 +26,7 @@ def link_report(result: dict[str, Any]) -> list[str]:
         lines += [
             f"## {title}, {len(launches)} launches",
             "",
-            "| | mean ms a step | against never | worst step, of the mean | MB a step, on the interface | counted |",
+            "| arm | mean ms | against never | worst step, of the mean | MB a step, on the interface | counted |",
             "|---|---|---|---|---|---|",
         ]
         for arm in launches[0]:
@@ -53,7 +53,7 @@ def memory_report(result: dict[str, Any]) -> list[str]:
     from benchmarks.sync_memory import BUCKET_MB
 
     size = next(iter(result.values()))["parameters_mb"]
-    lines = [f"Parameters take {size:.0f} MB; `bucket_mb={BUCKET_MB}`.", "", "| | extra MB at the peak |", "|---|---|"]
+    lines = [f"Parameters take {size:.0f} MB; `bucket_mb={BUCKET_MB}`.", "", "| arm | extra MB, at peak |", "|---|---|"]
     lines += [f"| {arm} | {row['extra_mb']:.0f} |" for arm, row in result.items()]
     return [*lines, "", "As the kernel counts it, buffers that gloo makes for itself included."]
 

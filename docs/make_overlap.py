@@ -49,7 +49,7 @@ def table() -> str:
     cells = {(cell.where, cell.feature): "≈" if inexact(cell) else "=" for cell in CELLS}
     unknown = {feature for _, feature in cells} - set(FEATURES)
     assert not unknown, f"docs/make_overlap.py has no words for {unknown}"
-    lines = ["| | " + " | ".join(PLACES.values()) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    lines = ["| feature | " + " | ".join(PLACES.values()) + " |", "|---" * (1 + len(PLACES)) + "|"]
     for feature, words in FEATURES.items():
         marks = [cells.get((place, feature), "") for place in PLACES]
         lines.append(f"| {words} | {' | '.join(marks)} |")

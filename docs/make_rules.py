@@ -46,14 +46,8 @@ def page(rule: Rule) -> str:
     everything = {**options, **{h.name: True for h in rule.hyper if h.default is False}, "momentum": 0.9}
     state = {slot.key: slot for slot in rule.slots(Values(**everything))}
     always = {slot.key for slot in rule.slots(Values(**options))}
-    lines = [f"# {rule.name}", "", title, body, "", "```python"]
-    lines += [
-        f"offbeat.{rule.name}{inspect.signature(cls)}",
-        "```",
-        "",
-        "| argument | default | meaning |",
-        "|---|---|---|",
-    ]
+    lines = [f"# {rule.name}", "", title, body, "", *_signature(cls), ""]
+    lines += ["| argument | default | meaning |", "|---|---|---|"]
     lines += [f"| `{h.name}` | `{h.default}` | {h.doc} |" for h in rule.hyper]
     lines += ["", "## State", "", "| key | what it holds |", "|---|---|"]
     for key, slot in state.items():
@@ -96,10 +90,15 @@ def _matrix_limits(rule: Rule) -> list[str]:
     ]
 
 
-def _plain_signature(cls: type) -> str:
-    """Without annotations, and as ruff formats a long one."""
-    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(cls).parameters.values()]
-    return "(\n" + "".join(f"    {p},\n" for p in parameters) + ")"
+def _signature(cls: type) -> list[str]:
+    """A block with the signature, without annotations, an argument a line. It is not code that runs."""
+    lines, keyword_only = [], False
+    for p in inspect.signature(cls).parameters.values():
+        if p.kind is p.KEYWORD_ONLY and not keyword_only:
+            lines.append("    *,")
+            keyword_only = True
+        lines.append(f"    {p.replace(annotation=p.empty)},")
+    return ["```text", f"offbeat.{cls.__name__}(", *lines, ")", "```"]
 
 
 def page_of_class(cls: type) -> str:
@@ -110,12 +109,12 @@ def page_of_class(cls: type) -> str:
     text, _, rest = doc.partition("Args:\n")
     arguments, _, rest = rest.partition("Example:\n")
     example, _, limits = rest.partition("Limits: ")
-    lines = [f"# {cls.__name__}", "", title, body, "", "```python", f"offbeat.{cls.__name__}{_plain_signature(cls)}"]
-    lines += ["```", "", formula_to_markdown(text).strip(), "", "| argument | meaning |", "|---|---|"]
+    lines = [f"# {cls.__name__}", "", title, body, "", *_signature(cls), ""]
+    lines += [formula_to_markdown(text).strip(), "", "| argument | meaning |", "|---|---|"]
     for entry in inspect.cleandoc("\n" + arguments).split("\n"):
         name, _, meaning = entry.partition(": ")
         lines.append(f"| `{name}` | {formula_to_markdown(meaning).removesuffix('.')} |")
-    lines += ["", "```python", inspect.cleandoc("\n" + example).strip(), "```", "", "## Limitations", ""]
+    lines += ["", "```pycon", inspect.cleandoc("\n" + example).strip(), "```", "", "## Limitations", ""]
     sentences = [one.strip().removesuffix(".") for one in " ".join(limits.split()).split(". ")]
     lines += [f"- {one[0].upper()}{one[1:]}." for one in sentences]
     return "\n".join(lines) + "\n"

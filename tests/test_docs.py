@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
 import offbeat
+from tests.blocks import blocks, run_pages
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def load_generator(name):
@@ -38,7 +43,7 @@ def test_public_names_have_a_docstring(name):
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
@@ -50,3 +55,26 @@ def test_the_range_of_torch_is_the_same_everywhere():
     assert f"TORCHES ?= 2.{low}.0 2.{high}." in (ROOT / "Makefile").read_text()
     for page in ("README.md", "docs/optimizers.md"):
         assert f"torch 2.{low} to 2.{high}" in (ROOT / page).read_text(), page
+
+
+@pytest.mark.ranks
+def test_every_block_of_code_runs():
+    """In a program of two ranks, as most pages describe one; each page in a namespace of its own."""
+    pages = [page for page in PAGES if blocks(page)]
+    for rank, problems in enumerate(run_ranks(run_pages, 2, pages)):
+        assert not problems, f"rank {rank}:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_say_what_they_are(page):
+    """Only what is marked as Python is run: nothing escapes by a missing or a misspelt mark."""
+    opening = re.findall(r"(?m)^ *```(\S*)(?:.*)\n(?:.*\n)*?^ *```$", page.read_text())
+    assert set(opening) <= {"python", "pycon", "bash", "text"}, set(opening)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_columns_of_tables_have_headings(page):
+    lines = page.read_text().splitlines()
+    for above, line in itertools.pairwise(lines):
+        if re.fullmatch(r"\|[-|: ]+\|", line):
+            assert all(cell.strip() for cell in above.strip().strip("|").split("|")), above
