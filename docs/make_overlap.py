@@ -24,6 +24,8 @@ FEATURES = {
     "scheduler": "learning-rate schedulers",
     "reload": "state dicts saved and loaded in the middle",
     "two_optimizers": "two optimizers on one module",
+    "closure": "`step(closure)`",
+    "accumulate_closure": "`accumulate=N`, the last pass in `step(closure)`",
     "bucket_view": "`gradient_as_bucket_view=True`",
     "find_unused": "`find_unused_parameters=True`",
     "find_unused_clip_exact": "`find_unused_parameters=True` and exact clipping",

@@ -55,6 +55,8 @@ EVERYWHERE = (
     "scheduler",
     "reload",
     "two_optimizers",
+    "closure",
+    "accumulate_closure",
 )
 HOOKS = ("hook_allreduce", "hook_fp16", "hook_bf16", "hook_powersgd", "hook_post_local_sgd", "hook_own")
 ONLY: dict[str, tuple[str, ...]] = {
@@ -254,7 +256,7 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
 
     def arrange() -> None:
         options: dict[str, Any] = {"bucket_cap_mb": BUCKET_MB}
-        if feature == "accumulate":
+        if feature in ("accumulate", "accumulate_closure"):
             options["accumulate"] = passes
         if clip:
             options.update(clip_norm=LIMIT, clip=clip)
@@ -272,27 +274,37 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
         if feature in ("scheduler", "reload"):
             schedulers[:] = [torch.optim.lr_scheduler.StepLR(opt, step_size=4, gamma=0.7) for opt in opts]
 
+    def one_pass(step: int, micro: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+        x = torch.randn(8, 6, generator=generator)
+        final = micro == passes - 1
+        block: Any = contextlib.nullcontext()
+        if feature == "accumulate_no_sync" and cell.where == "ddp" and not final:
+            block = module.no_sync()
+        elif feature == "accumulate_no_sync" and cell.where == "fsdp2":
+            module.set_requires_gradient_sync(final)
+        elif feature == "accumulate_block" and overlapped and not final:
+            block = handles[0].accumulate()
+        with block:
+            # Odd ranks leave out a layer at other steps than even ones; with a static graph nobody may.
+            use_all = (step + rank) % 3 > 0 and step % 5 > 0 if feature != "static_graph" else True
+            loss = module(x, use_all).square().mean()
+            if scaler is not None and step in (5, 11) and rank == (step == 11):
+                loss = loss * float("inf")
+            (scaler.scale(loss) if scaler is not None else loss).backward()
+        return loss
+
     arrange()
     losses, norms, early, previous = [], [], [], None
     for step in range(STEPS):
-        for micro in range(passes):
-            generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-            x = torch.randn(8, 6, generator=generator)
-            final = micro == passes - 1
-            block: Any = contextlib.nullcontext()
-            if feature == "accumulate_no_sync" and cell.where == "ddp" and not final:
-                block = module.no_sync()
-            elif feature == "accumulate_no_sync" and cell.where == "fsdp2":
-                module.set_requires_gradient_sync(final)
-            elif feature == "accumulate_block" and overlapped and not final:
-                block = handles[0].accumulate()
-            with block:
-                # Odd ranks leave out a layer at other steps than even ones; with a static graph nobody may.
-                use_all = (step + rank) % 3 > 0 and step % 5 > 0 if feature != "static_graph" else True
-                loss = module(x, use_all).square().mean()
-                if scaler is not None and step in (5, 11) and rank == (step == 11):
-                    loss = loss * float("inf")
-                (scaler.scale(loss) if scaler is not None else loss).backward()
+        if overlapped and "closure" in feature:
+            # The last pass, in the optimizer's own step; the loop without overlap never has a closure.
+            for micro in range(passes - 1):
+                one_pass(step, micro)
+            loss = opts[0].step(lambda step=step: one_pass(step, passes - 1))
+        else:
+            for micro in range(passes):
+                loss = one_pass(step, micro)
         losses.append(loss.detach().clone())
         early.append(sum(isinstance(p.grad, ConsumedGradient) for p in model.parameters()))
         params = [p for p in model.parameters() if p.requires_grad]
@@ -316,7 +328,7 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
         for opt in opts:
             if scaler is not None:
                 scaler.step(opt)
-            else:
+            elif not (overlapped and "closure" in feature):
                 opt.step()
         skipped = False
         if scaler is not None:

@@ -560,21 +560,6 @@ def test_parameters_have_one_overlap():
         offbeat.overlap(first, model)
 
 
-def test_a_closure_is_refused_before_it_is_called():
-    model = make()
-    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
-    offbeat.overlap(optimizer, model)
-    before = [p.clone() for p in model.parameters()]
-
-    def closure():
-        raise AssertionError
-
-    for call in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
-        with pytest.raises(RuntimeError, match="closure"):
-            call()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
 @pytest.mark.parametrize("asked", [{"clip": 0.5}, {"clip": torch.tensor(0.0)}, {"zero_grad": True}], ids=str)
 def test_what_a_step_would_do_with_gradients_is_refused(asked):
     model = make()

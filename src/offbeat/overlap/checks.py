@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -105,6 +106,12 @@ def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> No
             f"{type(optimizer).__name__} wraps another optimizer ({type(inner).__name__}), and overlap() does not know "
             "what it does besides calling it; overlap the inner optimizer, or define how to step a bucket with "
             "offbeat.register_overlapped"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty and not is_registered(type(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() cannot do without a closure, so that it evaluates the closure several "
+            "times and updates all parameters together; that cannot be overlapped with backward"
         )
     if scaler is not None and scaler.is_enabled():
         _torch.require("scaler")

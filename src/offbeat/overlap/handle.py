@@ -21,7 +21,7 @@ from offbeat.overlap.module import ModuleSource
 from offbeat.overlap.scaling import Scaling
 from offbeat.overlap.source import Source
 from offbeat.overlap.step import Step
-from offbeat.overlap.step_hooks import StepHooks, check_step_arguments
+from offbeat.overlap.step_hooks import Once, StepHooks, check_step_arguments, closure_of, with_closure
 
 __all__ = ["Overlap", "overlap", "overlap_of"]
 
@@ -77,8 +77,10 @@ def overlap(
         torch.Size([])
         >>> handle.remove()
 
-    Limits: ``step()`` takes no closure. Gradients cannot be read once their bucket has been stepped. The documentation
-    of overlap lists which features work together.
+    ``step(closure)`` runs the closure once, after step pre-hooks, as torch's optimizers do.
+
+    Limits: optimizers that evaluate their closure several times cannot be overlapped. Gradients cannot be read once
+    their bucket has been stepped. The documentation of overlap lists which features work together.
     """
     _torch.require("overlap")
     check_options(accumulate, clip_norm, clip, scaler, comm_hook, comm_state, bucket_cap_mb)
@@ -120,7 +122,7 @@ class Overlap:
         self._step: Step | None = step
         self._source = source
         self._owned: list[Tensor] = []
-        step.hooks = StepHooks(step.optimizer, self._finish, self._hand_over, self._take_back)
+        step.hooks = StepHooks(step.optimizer, self._before_hooks, self._after_hooks, self._take_back)
         if scaler is not None and scaler.is_enabled():
             step.scaling = Scaling(scaler, step.optimizer, self._finish_scaling)
         self._own(step.parameters.all)
@@ -162,6 +164,11 @@ class Overlap:
     def is_stepping(self) -> bool:
         """Whether a bucket is being stepped at this moment."""
         return self._step is not None and self._step.in_bucket
+
+    @property
+    def has_updated(self) -> bool:
+        """Whether backward has updated parameters in a step that ``optimizer.step()`` has not finished."""
+        return self._step is not None and bool(self._step.stepped)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -243,25 +250,42 @@ class Overlap:
             self._source.flush()
             step.finish_scaling()
 
-    def _finish(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The first step pre-hook: step what is left of the buckets, and clip the other gradients."""
-        step = self._alive()
-        if step.in_bucket or step.in_step:
-            return
-        check_step_arguments(args, kwargs)
+    def _finish(self, step: Step) -> None:
+        """Step what is left of the buckets, and clip the other gradients."""
         with step.lock:
             self._refresh(step)
             step.check()
             self._source.flush()
             step.finish()
 
-    def _hand_over(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The last step pre-hook: let the optimizer's own step see only the gradients that are left."""
+    def _before_hooks(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The first step pre-hook: finish, unless a closure is going to bring more gradients."""
         step = self._alive()
-        if not (step.in_bucket or step.in_step):
-            with step.lock:
-                step.hand_over()
-                self._source.begin_step()
+        if step.in_bucket or step.in_step:
+            return
+        check_step_arguments(args, kwargs)
+        if closure_of(args, kwargs) is None:
+            self._finish(step)
+        elif step.scaling is not None:
+            raise RuntimeError(
+                "step(closure) cannot be used with a GradScaler, which must look at the gradients before step() is "
+                "called; run the closure yourself, then call scaler.step(optimizer)"
+            )
+
+    def _after_hooks(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The last step pre-hook: run the closure, and let the optimizer's own step see only what is left."""
+        step = self._alive()
+        if step.in_bucket or step.in_step:
+            return None
+        closure = closure_of(args, kwargs)
+        # Without the lock: buckets may be stepped in another thread.
+        changed = None if closure is None else with_closure(args, kwargs, Once(closure))
+        if not step.is_finished:  # there is a closure, or a hook of the user's ran backward
+            self._finish(step)
+        with step.lock:
+            step.hand_over()
+            self._source.begin_step()
+        return changed
 
     def _take_back(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The step post-hook."""

@@ -35,6 +35,7 @@ class Step:
         stepped: by id, the parameters that have been updated in this step.
         in_bucket: whether a bucket is being stepped. A call of ``optimizer.step`` meanwhile is a part of that.
         in_step: whether ``optimizer.step()`` is running.
+        is_finished: whether :meth:`finish` has been called since the last gradient arrived.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Step:
         self.hooks: StepHooks | None = None
         self.lock = threading.RLock()
         self.stepped: dict[int, Tensor] = {}
-        self.in_bucket = self.in_step = False
+        self.in_bucket = self.in_step = self.is_finished = False
         self._overlapped = overlapped(optimizer)
         self._placeholders = Placeholders()
         self._agreeing: list[Any] = []
@@ -86,7 +87,9 @@ class Step:
 
     def gradients_arrive(self) -> None:
         """Called when a backward pass brings its first gradient."""
-        self._has_gradients = True
+        if self.is_finished and self.is_open:
+            self._failure = "a backward pass in a step pre-hook has added to gradients that were clipped already"
+        self._has_gradients, self.is_finished = True, False
         self.in_step = False  # if the last optimizer.step() failed
         if self.hooks is not None:
             self.hooks.keep_order()
@@ -196,6 +199,7 @@ class Step:
         self._settle()
         if self.clip is not None:
             self.clip.finish(self.parameters.all, self._left(), self.parameters.shards, counts=self.is_open)
+        self.is_finished = True
 
     @torch.no_grad()
     def norm(self) -> Tensor | None:
@@ -228,7 +232,7 @@ class Step:
         self.stepped = {}
         self._placeholders.begin_step()
         self.accumulation.begin_step()
-        self._has_gradients = False
+        self._has_gradients = self.is_finished = False
         self._options, self._failure = None, None
         if self.clip is not None:
             self.clip.drop()

@@ -406,7 +406,8 @@ class Replica(OptimizerWrapper, Joinable):
         if not self._tracks.has_outer:
             return
         if not self._anchored and self._calendar.settle():
-            if overlap_of(self.optim) is None:  # else parameters have moved since the forward pass
+            handle = overlap_of(self.optim)
+            if handle is None or not handle.has_updated:  # else parameters have moved since the forward pass
                 self._tracks.refresh()
             self._anchored = True
             if self._everyone.size > 1:
