@@ -11,9 +11,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_for
 
 import offbeat
-from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.cuda import kernel as triton_kernel
-from offbeat.engine.cuda.numbers import DeviceNumbers, StoredOnDevice
+from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.source import Variant, is_rough, triton_source
 from offbeat.engine.cuda.table import BLOCK
 from offbeat.engine.options import Options
@@ -40,23 +39,20 @@ def compile_source(source: str, fusion: bool, **types: str) -> None:
 def update_kernel(cls: type, dtype: torch.dtype, variant: Variant, **options: object) -> None:
     optimizer = cls([torch.ones(3, dtype=dtype, requires_grad=True)], **options)
     group = Options(cls.rule, optimizer.param_groups[0])
-    form = group.form
     state = [slot.dtype or dtype for slot in group.slots if slot.key in group.tensor_keys]
-    dtypes, compute = (dtype, dtype, *state), torch.float64 if dtype == torch.float64 else torch.float32
-    source = triton_source(group.program(), dtypes, compute, variant, form)
-    compile_source(source, is_rough(dtypes, form), rows="*fp64" if compute == torch.float64 else "*fp32")
+    typed = group.typed((dtype, dtype, *state))
+    rows = "*fp64" if typed.compute == torch.float64 else "*fp32"
+    compile_source(triton_source(typed, variant), is_rough(typed), rows=rows)
 
 
 def number_kernel(cls: type, lr: object) -> None:
     optimizer = cls([torch.ones(3, requires_grad=True)])
     group = Options(cls.rule, optimizer.param_groups[0])
     group.h.lr = lr
-    columns = [ScalarColumn([torch.zeros(())]) for _ in group.scalar_keys]
-    names = group.program(on_device=True).coefficients
-    stored = StoredOnDevice(cls.rule, group.slots, columns, False)
-    numbers = DeviceNumbers.make(stored, group.h, names, torch.float32, 2 + len(group.slots))
-    assert numbers is not None
-    compile_source(numbers.kernel.source(True), False, rows="*fp32", t0="*fp32")
+    dtypes = dict.fromkeys(group.scalar_keys, torch.float32)
+    names = group.device_program.coefficients
+    numbers = DeviceNumbers(group, dtypes, names, torch.empty(1, len(names)), 2 + len(group.slots), False)
+    compile_source(numbers.source(True), False, rows="*fp32", t0="*fp32")
 
 
 def kernels():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
+from offbeat.engine.extras import Work
 from tests.cases import ONE_A_RULE, Case
 from tests.ranks import run_ranks
 
@@ -120,7 +121,7 @@ def count_dispatches(rank: int, world: int) -> int:
         optimizer.step()
     for _ in range(2):  # the first builds batches, the second uses them
         optimizer.step()
-    assert optimizer._engine._groups
+    assert optimizer._engine._parts
     loss = params[0].square().sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -155,7 +156,7 @@ def change_distributed_tensors(rank: int, world: int) -> list[bool]:
             for params in (ours, twins):
                 params[0]._local_tensor = params[0]._local_tensor.clone()
         group = a.param_groups[0]
-        used.append(a._engine._find(group, group["params"], None, a.state) is not None)
+        used.append(a._engine._find(Work(group, group["params"], None), a.state) is not None)
         a.step()
         b.step()
         for p, q in zip(ours, twins, strict=True):

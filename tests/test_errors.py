@@ -290,8 +290,7 @@ def fresh_compiler():
     from offbeat.engine.cpu import compiler, kernel
 
     caches = (
-        compiler.find_compiler, compiler._fingerprint, compiler.load, compiler._private_directory, kernel.cpu_kernel,
-        kernel._kernel_or_reason,
+        compiler._find, compiler._fingerprint, compiler.load, compiler._private_directory, kernel._compiled,
     )  # fmt: skip
     for cached in caches:
         cached.cache_clear()

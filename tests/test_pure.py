@@ -141,13 +141,15 @@ def test_bad_updates():
     s = pure.init(p)
     with pytest.raises(ValueError, match="gradients are not nested like the parameters"):
         pure.update(p, [torch.ones(2)], s)
-    with pytest.raises(ValueError, match=r"shape \(3,\) .* was given for a parameter of shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"got a gradient of shape \(3,\) for a parameter of shape \(2,\)"):
         pure.update(p, {"a": torch.ones(3)}, s)
     with pytest.raises(TypeError, match="no hyperparameter rate"):
         pure.update(p, {"a": torch.ones(2)}, s, rate=1)
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         pure.update(p, {"a": torch.ones(2)}, s, lr=-1)
-    with pytest.raises(ValueError, match=r"dtype torch\.float64 was given"):
+    with pytest.raises(
+        ValueError, match=r"got a gradient of dtype torch\.float64 for a parameter of dtype torch\.float32"
+    ):
         pure.update(p, {"a": torch.ones(2).double()}, s)
     with pytest.raises(TypeError, match="must be a Tensor or None, but got float"):
         pure.update(p, {"a": 1.0}, s)

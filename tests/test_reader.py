@@ -121,7 +121,8 @@ def both(*arguments, **options):
     """What each reader says: a function of parameters and gradients, and all tables if it says that all is well."""
     in_python, compiled = AddressBook(*arguments, **options), AddressBook(*arguments, **options)
     assert compiled._compiled is not None
-    in_python._compiled, in_python._reads_in_python = None, True
+    in_python.read = in_python._read_in_python
+    in_python._compiled = None
 
     def read(params, grads):
         answers = []
@@ -176,7 +177,6 @@ def test_both_readers_agree_on_what_becomes_of_a_tensor(name, column):
     fits = name in FINE or "subclass" in name  # the tensor's own class stays what it was
     count, tables = read(params, [None, torch.zeros(4, 3), None])
     assert count == (1 if fits else None)
-    assert [book.is_unchanged(1) for book in read.books] == [fits, fits]
     if fits:
         assert tables[2 * column][1] == columns[column][1].data_ptr()
 
@@ -191,7 +191,6 @@ def test_memory_that_is_taken_away_is_seen(column, bytes_left):
     assert read(params, None)[0] == 0
     [params, state][column][1].untyped_storage().resize_(bytes_left)
     assert read(params, None)[0] is None
-    assert [book.is_unchanged(1) for book in read.books] == [False, False]
     [params, state][column][1].untyped_storage().resize_(4096)
     assert read(params, None)[0] == 0
 
@@ -573,7 +572,7 @@ def test_a_reader_that_disagrees_with_python_is_not_used(fresh, monkeypatch):
     monkeypatch.setattr(reader, "_load", Wrong)
     fresh.start('cp $good "$out"')
     assert not reader.wait_for_reader(20)
-    assert reader.why_no_reader() == "what the compiled reader says of some tensors is not what Python says"
+    assert reader.why_no_reader() == "the compiled reader and Python disagree about some tensors"
 
 
 @contextlib.contextmanager

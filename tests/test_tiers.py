@@ -14,7 +14,7 @@ import offbeat
 from offbeat.engine.cpu.kernel import cpu_kernel
 from offbeat.engine.foreach import run_foreach
 from offbeat.engine.loop import run_loop
-from offbeat.engine.trace import trace
+from offbeat.engine.trace import TypedProgram, trace
 from offbeat.rules.checks import learning_rate
 from offbeat.rules.ops import maximum, minimum, sign, sqrt, where
 
@@ -95,7 +95,7 @@ def rule_of(update):
 
 
 def run_kernel(program, columns):
-    kernel = cpu_kernel(program, (torch.float64,) * len(columns), torch.float64)
+    kernel = cpu_kernel(TypedProgram(program, (torch.float64,) * len(columns)))
     numel = array("q", [t.numel() for t in columns[0]])
     addresses = [array("q", [t.data_ptr() for t in column]) for column in columns]
     kernel(addresses, numel, array("q", [0, 0]), array("d", COEFFICIENTS.values()), sum(numel))
@@ -118,9 +118,9 @@ def test_all_tiers_agree_on_any_program(program):
         mine[1] = columns[1]
         if tier == "loop":
             for row in zip(*mine, strict=True):
-                run_loop(rule.apply, ("p", "g", "s", "t"), row, COEFFICIENTS, torch.float64)
+                run_loop(rule, ("p", "g", "s", "t"), row, COEFFICIENTS)
         elif tier == "foreach":
-            run_foreach(traced, mine, COEFFICIENTS, torch.float64)
+            run_foreach(TypedProgram(traced, (torch.float64,) * len(mine)), mine, COEFFICIENTS)
         else:
             run_kernel(traced, mine)
         results.append([t for i, column in enumerate(mine) if i != 1 for t in column])

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.engine import choice as choice_module
 from offbeat.engine.choice import uses_triton
 from offbeat.engine.cuda import kernel as kernel_module
 from offbeat.engine.cuda import table as table_module
+from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.overlap import clipping, registry
 from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
 from tests.test_plan import count_reuse
@@ -89,7 +89,7 @@ def test_gradients_that_come_in_turns(case, mode, monkeypatch):
         a.step()
         b.step()
     assert_close(ours, theirs, 1e-12)
-    assert len(used) == 6
+    assert len(used) >= 6
     assert_fused(a)
 
 
@@ -255,9 +255,13 @@ def test_what_a_grad_scaler_says(case):
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_coefficients_made_on_the_device(case, traced, monkeypatch):
-    """By a kernel made from the rule's functions; by torch's operators for rules that cannot be traced."""
+    """By a kernel made from the rule's functions; on the host for rules that cannot be traced."""
+
+    def not_traceable(*args):
+        raise NotTraceable("because")
+
     if not traced:
-        monkeypatch.setattr("offbeat.engine.cuda.launch.DeviceNumbers.make", lambda *args: None)
+        monkeypatch.setattr("offbeat.engine.cuda.numbers._trace_numbers", not_traceable)
     theirs = make_params(torch.float64)
     ours = there(theirs)
     a, b = case.ours(ours, **case.hyper, fused=True), case.reference(theirs)
@@ -269,11 +273,10 @@ def test_coefficients_made_on_the_device(case, traced, monkeypatch):
                 optimizer.param_groups[0]["lr"] *= 0.5
         a.step()
         b.step()
-    (part,) = a._engine._groups.values()
+    (part,) = a._engine._parts.values()
     if part.options.scalar_keys:
-        assert all((batch.device_run._numbers is not None) == traced for batch, _ in part.batches)
-    # torch multiplies NAdam's product in float32; for rows of them it is done in float64 and rounded.
-    assert_close(ours, theirs, 1e-12 if traced or case.name != "NAdam" else 1e-9)
+        assert all((batch.numbers is not None) == traced for batch, _ in part.batches)
+    assert_close(ours, theirs, 1e-12)
 
 
 def test_a_hyperparameter_the_coefficients_branch_on():
@@ -451,14 +454,14 @@ def test_a_kernel_that_cannot_be_compiled(monkeypatch):
     def broken(self, variant, device):
         raise kernel_module.TritonError("Triton could not compile the kernel (because)")
 
-    monkeypatch.setattr(kernel_module.TritonKernel, "compile", broken)
+    monkeypatch.setattr(kernel_module, "compile_kernel", broken)
     ours = there(make_params(torch.float32))
     plain = there(make_params(torch.float32))
     hyper = {"lr": 0.02, "momentum": 0.625}  # no other test has compiled this
     a, b = offbeat.RMSprop(ours, **hyper, centered=True), offbeat.RMSprop(plain, **hyper, centered=True, foreach=True)
     set_gradients(0, plain)
     give(ours, plain)
-    monkeypatch.setattr("offbeat.engine.choice._why_no_triton_kernel", choice_module._why_no_triton_kernel.__wrapped__)
+    monkeypatch.setattr(kernel_module, "_why_not_compiled", kernel_module._why_not_compiled.__wrapped__)
     a.step()
     b.step()
     assert_close(ours, plain, 0)

@@ -1,6 +1,6 @@
 """Every private name of torch and of Triton that this library uses, and nothing else of theirs.
 
-Such a name may go in any release. Each is an entry of :data:`PRIVATE`, which says what it is for, what happens without
+Any release may remove such a name. Each is an entry of :data:`PRIVATE`, which says what it is for, what happens without
 it, and how to see that it is there in the form that is expected. A name that only makes something faster has a public
 way beside it. A name that a feature cannot do without is asked for with :func:`require` when the feature is used, never
 at import. What a step needs is looked up once, here, so that it costs a step nothing.
@@ -68,7 +68,7 @@ class Private:
         """What the probe said when it was asked first."""
         try:
             return bool(self.find())
-        except Exception:  # whatever has become of the things it looks at
+        except Exception:  # the probe itself may fail on another release
             return False
 
 
@@ -225,7 +225,7 @@ neg_view: Callable[[Tensor], Tensor] | None = _get("torch._neg_view")
 def _has_no_memory(t: Tensor) -> bool:
     try:
         return t.numel() > 0 and t.data_ptr() == 0
-    except RuntimeError:  # it cannot be asked
+    except RuntimeError:  # the tensor does not support the question
         return False
 
 

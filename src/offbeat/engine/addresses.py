@@ -1,14 +1,14 @@
 """Where many tensors lie, read and checked in one go.
 
 A compiled kernel works on addresses, and an address is only good if the tensor behind it is still what it was: same
-dtype, shape, strides and device, with memory enough, and plain, so that its memory holds its values. Asking from Python
-costs some microseconds a tensor; the compiled reader, once it is there, a few hundredths of one.
+dtype, shape, strides and device, with memory enough, and plain, so that its memory holds its values. Python needs a few
+microseconds to check one tensor; the compiled reader needs a few hundredths of a microsecond.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
-from offbeat.engine.reader import compiled_reader, shapes_of, suits
-
-__all__ = ["AddressBook"]
+from offbeat.engine.reader import compiled_reader, shapes_of
 
 #: What the compiled reader returns if a distributed gradient's specification is new to it.
 UNKNOWN = -2
@@ -57,27 +55,17 @@ class AddressBook:
             self.columns, self.tables, shapes_of(self.columns[0]), self._dtypes, self._device,
             self.pinned, self._pinned_at, self.wrappers, self._specs, self._gradient_specs,
         )  # fmt: skip
-        self._compiled: Any = None
-        self._reads_in_python = False
-        self._find_reader()
-
-    def _find_reader(self) -> None:
-        """Have it compiled or, if that is done, use it from now on."""
-        module = compiled_reader()
-        if module is not None:
-            self._reads_in_python = not suits(module, self._device)
-            self._compiled = None if self._reads_in_python else module
-
-    def is_unchanged(self, row: int) -> bool:
-        """Whether the tensors of a row are what they were, and have memory."""
-        return all(self._address(c, row, column[row]) is not None for c, column in enumerate(self.columns))
+        self._compiled = compiled_reader(self._device)
 
     def fill(self, grads: Sequence[Tensor | None]) -> None:
         """Set :attr:`tables` for gradients that have been checked, as the columns have been."""
         # An empty gradient has no address, but it is there.
         self.tables[1][:] = array("q", [0 if g is None else g.data_ptr() or 1 for g in grads])
-        for table, column in zip([self.tables[0], *self.tables[2:]], self.columns, strict=True):
+        for column, table in self._column_tables():
             table[:] = array("q", [t.data_ptr() for t in column])
+
+    def _column_tables(self) -> Iterator[tuple[list[Tensor], array[int]]]:
+        return zip(self.columns, [self.tables[0], *self.tables[2:]], strict=True)
 
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> int | None:
         """Bring :attr:`tables` up to date.
@@ -89,8 +77,7 @@ class AddressBook:
         Returns:
             How many gradients there are, or None if a tensor is not as it was; the tables are of no use then.
         """
-        if self._compiled is None and not self._reads_in_python:
-            self._find_reader()
+        self._compiled = self._compiled or compiled_reader(self._device)
         if self._compiled is None:
             return self._read_in_python(params, grads)
         params = params if type(params) is list else list(params)
@@ -115,10 +102,11 @@ class AddressBook:
             return None
         if list(map(_place, self.pinned)) != self._pinned_at.tolist():
             return None
-        gradients = self._gradients(params, grads) if self.wrappers is None else self._local_gradients(params, grads)
-        if gradients is None:
+        gradients: Sequence[Any] | None = [p.grad for p in params] if grads is None else grads
+        gradients = gradients if self.wrappers is None else self._local_gradients(params, grads)
+        if gradients is None or len(gradients) != len(params):
             return None
-        for c, (column, table) in enumerate(zip(self.columns, [self.tables[0], *self.tables[2:]], strict=True)):
+        for c, (column, table) in enumerate(self._column_tables()):
             for i, t in enumerate(column):
                 address = self._address(c, i, t)
                 if address is None:
@@ -133,20 +121,13 @@ class AddressBook:
             count += g is not None
         return count
 
-    def _gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> Sequence[Any] | None:
-        found = [p.grad for p in params] if grads is None else grads
-        return found if len(found) == len(params) else None
-
     def _local_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> list[Any] | None:
         """The local parts of gradients that are cut as their parameters, and None if any is not.
 
-        What they say of it is recognised from now on.
+        The specifications of these gradients are recognised from now on.
         """
-        found = self._gradients(params, grads)
-        if found is None:
-            return None
         gradients: list[Any] = []
-        for i, (p, g) in enumerate(zip(params, found, strict=True)):
+        for i, (p, g) in enumerate(zip(params, [p.grad for p in params] if grads is None else grads, strict=False)):
             if local_tensor(p) is not self.columns[0][i] or spec_of(p) is not self._specs[i]:
                 return None
             if g is None:
@@ -174,11 +155,11 @@ class AddressBook:
             if t.is_neg() or is_zero_tensor(t) or t.is_inference() or (dtype.is_complex and t.is_conj()):
                 return None
             place = t.data_ptr()
-            # Somebody may have freed or shrunk the memory under a tensor that knows nothing of it.
+            # The storage may have been freed or shrunk while the tensor kept its shape.
             end = (t.storage_offset() + numel) * dtype.itemsize
             if numel and (not place or end > t.untyped_storage().nbytes()):
                 return None
-        except RuntimeError:  # a tensor that cannot be asked is none to work on
+        except RuntimeError:  # the tensor has no address
             return None
         return place if numel else 0
 
@@ -190,7 +171,7 @@ def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> b
 def _place(t: Tensor) -> int | None:
     try:
         return t.data_ptr() if type(t) in _PLAIN else None
-    except RuntimeError:  # it has no memory of its own
+    except RuntimeError:  # the tensor has no memory of its own
         return None
 
 

@@ -6,30 +6,28 @@ that raises changes nothing.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from offbeat._torch import is_traced
-from offbeat.engine.batch import Batch, make_batch
-from offbeat.engine.choice import Choice, choose, uses_triton
-from offbeat.engine.cuda.kernel import can_compile
+from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, LoopBatch, NativeBatch
+from offbeat.engine.choice import TRACED, Choice, choose, uses_triton
+from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
+from offbeat.engine.cuda.launch import DeviceBatch
+from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.extras import Extras
 from offbeat.engine.gradients import check_gradient
 from offbeat.engine.matrix import WHOLE, MatrixBatch
-from offbeat.engine.member import Member, align, make_member
+from offbeat.engine.member import Created, Member, align, make_member
 from offbeat.engine.options import Options
 from offbeat.engine.precision import converted, is_stored_otherwise
 from offbeat.engine.state import State, new_state
-from offbeat.engine.tensors import compute_dtype, has_values, local
-from offbeat.engine.trace import Program
+from offbeat.engine.tensors import has_values, local
 from offbeat.engine.unbegun import is_unbegun, mark_unbegun
 from offbeat.errors import CaptureError
-
-__all__ = ["Build", "Part", "build", "check_gradients"]
 
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
 
@@ -37,22 +35,149 @@ _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
 class Part:
     """The batches of a group, or of some of its parameters.
 
+    Making one checks the gradients, allocates missing state, chooses tiers and makes batches. Nothing the user can
+    see changes until :meth:`commit`.
+
     Attributes:
         batches: with the positions of their parameters in the list.
         choices: by parameter (its id), the tier that runs it.
         keeps: whether the batches can serve a later step.
     """
 
-    def __init__(self, options: Options, params: Sequence[Tensor], state: State, made: Build) -> None:
+    def __init__(
+        self, options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
+    ) -> None:
         self.params = list(params)  # kept alive, so that their ids are not given to other tensors
         self.options, self.state = options, state
         self.batches: list[tuple[Batch, list[int]]] = []
-        self.choices: dict[int, Choice] = {id(m.param): m.choice for m in made.members}
         self.keeps = False
         self._whole = False
         self._outside: list[int] = []
-        self._made: Build | None = made
         self._clock = -1
+        self._created: Created = []
+        self._restored: list[tuple[Tensor, dict[str, Any]]] = []
+        self._symbolic = options.symbolic
+        members = self._members(check_gradients(options, params, grads))
+        idle = [] if self._symbolic or options.rule.matrix is not None else self._idle({id(m.param) for m in members})
+        try:
+            self._arrange([*members, *idle])
+        except (ArithmeticError, ValueError, RuntimeError):
+            if not idle:
+                raise
+            self._arrange(members)  # the counter of a parameter without a gradient may make no sense
+        self.choices: dict[int, Choice] = {id(m.param): m.choice for m in members}
+
+    def _members(self, given: Sequence[tuple[Tensor, Tensor]]) -> list[Member]:
+        """The parameters that have a gradient, with their state and tier."""
+        options, state = self.options, self.state
+        for p, _ in given:
+            entry = state.get(p)
+            if entry and is_stored_otherwise(entry, options.slots):
+                was = "8bit" if any(key.endswith("_8bit") for key in entry) else None
+                self._restored.append((p, converted(entry, p, options.slots, was, vars(options.h).get("state_dtype"))))
+        others = {id(p): entry for p, entry in self._restored}
+        entries, self._created = new_state(options.slots, options.h, [p for p, _ in given], state, others)
+        newborn = {id(p) for p, _, _ in self._created}
+        return [
+            self._member(p, g, entry, id(p) in newborn or self._is_marked(entry), self._created)
+            for (p, g), entry in zip(given, entries, strict=True)
+        ]
+
+    def _is_marked(self, entry: dict[str, Any]) -> bool:
+        """Whether the state has not seen a step, for rules that do not count steps."""
+        return self.options.marks and all(is_unbegun(local(entry[key])) for key in self.options.tensor_keys)
+
+    def _member(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
+        member = make_member(self.options, p, g, entry, first, created)
+        if self.options.rule.matrix is not None:
+            member.choice = WHOLE
+            self._symbolic = self._symbolic or is_traced() or not all(map(has_values, member.columns))
+        elif member.rows is None:
+            member.choice = choose(self.options, member.columns)
+            self._symbolic = self._symbolic or member.choice is TRACED
+            if member.choice.tier in ("fused", "native"):
+                align(self.options, member, created)
+            member.on_device = self._is_on_device(member)
+        elif is_traced() or not all(map(has_values, member.columns)):
+            self._symbolic = True
+        return member
+
+    def _is_on_device(self, member: Member) -> bool:
+        """Whether the numbers an update needs are on the device, and are to stay there."""
+        p, h = member.columns[0], self.options.h
+        if not uses_triton(member.choice, p.device) or any(t.device != p.device for t in member.scalars):
+            return False
+        # On the CPU, where Triton's interpreter runs, all counters are on the device of their parameters.
+        counting = bool(member.scalars) and (p.device.type != "cpu" or bool(h.fused))
+        if not (counting or h.capturable or self.options.has_tensors):
+            return False
+        return why_no_kernel(self.options.typed(member.dtypes, on_device=True), Variant(by_row=True), p.device) is None
+
+    def _idle(self, active: set[int]) -> list[Member]:
+        """Parameters without a gradient whose state is there; a gradient would look like the parameter.
+
+        Without them, gradients that come in turns would never find batches that have them all.
+        """
+        found: list[Member] = []
+        wanted = [slot.key for slot in self.options.slots]
+        for p in self.params:
+            entry = self.state.get(p) or {}
+            there = has_values(p) and all(isinstance(entry.get(key), Tensor) for key in wanted)
+            if id(p) in active or not there or is_stored_otherwise(entry, self.options.slots):
+                continue
+            created: Created = []
+            try:
+                if self._is_marked(entry):
+                    continue
+                member = self._member(p, p, entry, False, created)
+            except (
+                TypeError,
+                ValueError,
+                RuntimeError,
+            ):  # errors of a parameter without a gradient do not concern this step
+                continue
+            if member.simple and not created and member.choice.tier != "loop":
+                member.idle = True
+                found.append(member)
+        return found
+
+    def _arrange(self, members: list[Member]) -> None:
+        """Put the members into batches, and work out their numbers."""
+        options = self.options
+        position = {id(p): i for i, p in enumerate(self.params)}
+        groups: dict[Any, list[Member]] = {}
+        for m in sorted(members, key=lambda m: position[id(m.param)]):
+            # Members at their first step need a batch of their own where all of a batch share the step.
+            alone = m.first and "step" not in options.scalar_keys and (m.on_device or m.choice.tier == "native")
+            scalars = tuple(t.dtype for t in m.scalars)
+            kind = (m.choice.tier, m.columns[0].device, m.dtypes, m.keys, scalars, m.on_device, m.distributed, alone)
+            groups.setdefault(kind, []).append(m)
+        self.batches = [(self._batch(some), [position[id(m.param)] for m in some]) for some in groups.values()]
+        for batch, _ in self.batches:
+            batch.prepare(options)
+        split = len({key[:-1] for key in groups}) < len(groups)  # for this step only
+        self.keeps = bool(groups) and not split and all(batch.keeps for batch, _ in self.batches)
+        if self.keeps:
+            inside = {i for _, positions in self.batches for i in positions}
+            self._whole = len(self.batches) == 1 and len(inside) == len(self.params)
+            self._outside = [i for i in range(len(self.params)) if i not in inside]
+
+    def _batch(self, members: Sequence[Member]) -> Batch:
+        choice, device = members[0].choice, members[0].columns[0].device
+        if choice is WHOLE:
+            return MatrixBatch(self.options, members, symbolic=self._symbolic)
+        if choice.tier == "loop":
+            return LoopBatch(self.options, members, symbolic=self._symbolic)
+        if uses_triton(choice, device):
+            try:
+                return DeviceBatch(self.options, members)
+            except (NotTraceable, TritonError) as error:  # the numbers cannot be computed on the device
+                for m in members:
+                    m.on_device = False
+                    if self.options.h.capturable:
+                        m.choice = Choice("loop", f"capturable=True, and {error}")
+                return self._batch(members)
+        return {"fused": CpuBatch, "foreach": ForeachBatch, "native": NativeBatch}[choice.tier](self.options, members)
 
     @property
     def is_current(self) -> bool:
@@ -81,189 +206,29 @@ class Part:
         """Whether :meth:`run` can do this in the same pass."""
         return all(batch.takes(extras) for batch, _ in self.batches)
 
+    def commit(self) -> None:
+        """Store the state that was created."""
+        for p, entry in self._restored:
+            self.state[p] = entry
+        for p, key, value in self._created:
+            if self.options.marks and not self.options.symbolic:
+                mark_unbegun(value)  # the step may still be skipped on the device
+            self.state[p][key] = value
+        self._restored, self._created = [], []
+
+    def settle(self) -> None:
+        """Call when all state of the step is stored. A later change of state was made by someone else."""
+        self._clock = self.state.clock[0]
+
     def run(self, options: Options, extras: Extras) -> None:
         """Change the parameters and their state."""
         for batch, _ in self.batches:
-            if batch.has_gradients:
-                batch.run(options, extras, self.state)
+            batch.run(options, extras, self.state)
 
     def release(self) -> None:
         """Keep no gradient alive; the step is done, or does not happen."""
         for batch, _ in self.batches:
             batch.release()
-
-    def commit(self) -> None:
-        """Store the state that was created."""
-        if self._made is not None:
-            self._made.commit()
-            self._made = None
-
-    def settle(self) -> None:
-        """All state of the step is stored: from now on, a change of state is one by somebody else."""
-        self._clock = self.state.clock[0]
-
-    def arrange(self, made: Build) -> None:
-        """Put the members into batches."""
-        position = {id(p): i for i, p in enumerate(self.params)}
-        groups: dict[Any, list[Member]] = {}
-        for m in sorted(made.members, key=lambda m: position[id(m.param)]):
-            kind = (
-                m.choice.tier,
-                m.columns[0].device,
-                m.dtypes,
-                tuple(t.dtype for t in m.scalars),
-                m.on_device,
-                m.distributed,
-                made.rule.matrix is not None and m.keys,
-                made.splits(m) and m.first,
-            )
-            groups.setdefault(kind, []).append(m)
-        for some in groups.values():
-            make: Any = make_batch if made.rule.matrix is None else MatrixBatch
-            batch = make(made.options, some, symbolic=made.symbolic)
-            self.batches.append((batch, [position[id(m.param)] for m in some]))
-        split = len({key[:-1] for key in groups}) < len(groups)  # by who is at its first step, so for this step only
-        self.keeps = bool(groups) and not split and all(batch.keeps for batch, _ in self.batches)
-        if self.keeps:
-            inside = {i for _, positions in self.batches for i in positions}
-            self._whole = len(self.batches) == 1 and len(inside) == len(self.params)
-            self._outside = [i for i in range(len(self.params)) if i not in inside]
-
-
-class Build:
-    """What is found out about some parameters of one group while batches are built.
-
-    Attributes:
-        created: state entries that did not exist: parameter, key, value.
-        restored: whole entries that were stored in another form.
-    """
-
-    def __init__(self, options: Options, state: State) -> None:
-        self.options, self.state = options, state
-        self.rule, self.h = options.rule, options.h
-        self.tensor_keys, self.scalar_keys = options.tensor_keys, options.scalar_keys
-        self.scale_keys, self.form = options.scale_keys, options.form
-        self.members: list[Member] = []
-        self.created: list[tuple[Tensor, str, Tensor]] = []
-        self.restored: list[tuple[Tensor, dict[str, Any]]] = []
-        self.symbolic = options.symbolic
-        self.marks = self.rule.first_step_differs(self.h) and "step" not in self.scalar_keys
-
-    @functools.cached_property
-    def program(self) -> Program | None:
-        """The rule's maths, for the tiers that trace it."""
-        return None if self.h.differentiable else self.options.program()
-
-    @functools.cached_property
-    def device_program(self) -> Program:
-        """The same, where the device initialises late state."""
-        return self.options.program(on_device=True)
-
-    def commit(self) -> None:
-        """Store the state that was created."""
-        for p, entry in self.restored:
-            self.state[p] = entry
-        for p, key, value in self.created:
-            if self.marks and not self.options.symbolic:
-                mark_unbegun(value)  # the step may still be skipped on the device
-            self.state[p][key] = value
-
-    def splits(self, m: Member) -> bool:
-        """Whether members at their first step need a batch of their own."""
-        return "step" not in self.scalar_keys and (m.on_device or m.choice.tier == "native")
-
-    def add(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool) -> None:
-        """Add a parameter that has a gradient, and choose its tier."""
-        member = make_member(self, p, g, entry, first)
-        if not all(map(has_values, member.columns)) or is_traced():
-            self.symbolic = True
-        if self.rule.matrix is not None:
-            member.choice = WHOLE
-        elif member.rows is None:
-            member.choice = choose(self.rule, self.h, self.program, member.columns, self.form)
-            if member.choice.tier in ("fused", "native"):
-                align(self, member)
-            member.on_device = self._is_on_device(member)
-        self.members.append(member)
-
-    def _is_on_device(self, member: Member) -> bool:
-        """Whether the numbers an update needs are on the device, and are to stay there."""
-        p, h = member.columns[0], self.h
-        if not uses_triton(member.choice, p.device) or any(t.device != p.device for t in member.scalars):
-            return False
-        # On the CPU, where Triton's interpreter runs, all counters are on the device of their parameters.
-        counting = bool(member.scalars) and (p.device.type != "cpu" or bool(h.fused))
-        if not (counting or h.capturable or self.options.has_tensors):
-            return False
-        compute = compute_dtype(member.columns)
-        return can_compile(self.device_program, member.dtypes, compute, Variant(by_row=True), p.device, self.form)
-
-    def take_over(self, before: Part, params: Sequence[Tensor]) -> None:
-        """Add parameters without a gradient that the batches before had.
-
-        Otherwise gradients that come in turns would never find batches that have them all.
-        """
-        idle = set(map(id, params)) - {id(m.param) for m in self.members}
-        for batch, _ in before.batches:
-            for i, p in enumerate(batch.params):
-                if id(p) in idle and (member := self._known(batch, i)) is not None:
-                    self.members.append(member)
-
-    def _known(self, batch: Batch, i: int) -> Member | None:
-        """A parameter of another batch, if it and its state are unchanged."""
-        p, shard, entry = batch.params[i], batch.shards[i], self.state.get(batch.params[i]) or {}
-        columns = [column[i] for column in batch.columns]
-        scalars, scales = [c.tensors[i] for c in batch.scalars], [column[i] for column in batch.scales]
-        keys = (*self.tensor_keys, *self.scalar_keys, *self.scale_keys)
-        found = [local(entry[key]) if isinstance(entry.get(key), Tensor) else None for key in keys]
-        same = local(p) is shard and all(a is b for a, b in zip(found, [*columns, *scalars, *scales], strict=True))
-        if not same or not batch.book.is_unchanged(i):
-            return None
-        columns = [shard, shard, *columns]  # its gradient will look like the parameter
-        return Member(p, columns, scalars, scales, choice=batch.choice, on_device=batch.on_device, idle=True)
-
-
-def build(
-    options: Options,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    state: State,
-    before: Part | None = None,
-) -> Part:
-    """Check the gradients, allocate missing state, choose tiers and make batches. Nothing the user can see changes.
-
-    Args:
-        before: the batches that did not fit any more.
-    """
-    made = Build(options, state)
-    h = options.h
-    given = check_gradients(options, params, grads)
-    for p, _ in given:
-        entry = state.get(p)
-        if entry and is_stored_otherwise(entry, options.slots):
-            was = "8bit" if any(key.endswith("_8bit") for key in entry) else None
-            made.restored.append((p, converted(entry, p, options.slots, was, vars(h).get("state_dtype"))))
-    others = {id(p): entry for p, entry in made.restored}
-    entries, made.created = new_state(options.slots, h, [p for p, _ in given], state, others)
-    newborn = {id(p) for p, _, _ in made.created}
-    for (p, g), entry in zip(given, entries, strict=True):
-        first = id(p) in newborn or (made.marks and all(is_unbegun(local(entry[key])) for key in options.tensor_keys))
-        made.add(p, g, entry, first)
-    part = Part(options, params, state, made)
-    if (
-        options.rule.matrix is None
-        and before is not None
-        and before.keeps
-        and before.state is state
-        and before.options.kind == options.kind
-    ):
-        made.take_over(before, params)
-        try:
-            return _arranged(part, made)
-        except (ArithmeticError, ValueError, RuntimeError):  # a counter that was taken over may make no sense
-            made.members = [m for m in made.members if not m.idle]
-            part.batches = []
-    return _arranged(part, made)
 
 
 def check_gradients(
@@ -279,10 +244,3 @@ def check_gradients(
                 f"but one is on {p.device}; leave capturable out"
             )
     return given
-
-
-def _arranged(part: Part, made: Build) -> Part:
-    part.arrange(made)
-    for batch, _ in part.batches:
-        batch.prepare(made.options)
-    return part

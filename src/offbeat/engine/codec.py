@@ -19,22 +19,6 @@ from torch import Tensor
 
 from offbeat.engine.tensors import flat
 
-__all__ = [
-    "CODE_DTYPES",
-    "COLUMN_FACTORS",
-    "GROUP",
-    "HASH_FACTORS",
-    "HASH_ROUNDS",
-    "HASH_SHIFT",
-    "LEVELS",
-    "SMALLEST",
-    "decode",
-    "decode_exactly",
-    "encode",
-    "round_stochastically",
-    "scales_for",
-]
-
 #: Elements that share a scale.
 GROUP = 256
 
@@ -55,6 +39,11 @@ HASH_SHIFT = 16
 #: Column ``i`` multiplies the hash by ``first + i * second`` and takes the upper 16 bits.
 COLUMN_FACTORS = (2654435761, 3327595350)
 _LOW = 0xFFFFFFFF
+
+
+def scaled_columns(formats: tuple[str, ...]) -> list[int]:
+    """The columns that have scales."""
+    return [i for i, one in enumerate(formats) if one in CODE_DTYPES]
 
 
 def scales_for(elements: int) -> int:

@@ -17,14 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat.engine.choice import choose, uses_triton
-from offbeat.engine.cpu.kernel import cpu_kernel
-from offbeat.engine.cuda.launch import DeviceRun
+from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
+from offbeat.engine.cuda.launch import Launches
 from offbeat.engine.extras import NOTHING
 from offbeat.engine.foreach import run_foreach
 from offbeat.engine.loop import run_loop
 from offbeat.engine.options import Options
-from offbeat.engine.tensors import compute_dtype, is_dense, is_plain, same_layout
-from offbeat.engine.trace import trace
+from offbeat.engine.scalars import CoefficientSets
+from offbeat.engine.tensors import is_dense, is_plain, same_layout
+from offbeat.engine.trace import TypedProgram, trace
 from offbeat.rules.rule import FLAGS, Rule, Surface, Values
 
 __all__ = ["Stage", "stages"]
@@ -53,7 +54,7 @@ class Stage:
         keys: Sequence[str],
         columns: Sequence[Sequence[Tensor]],
         coefficients: Mapping[str, Any],
-        known: dict[Any, DeviceRun],
+        known: dict[Any, Launches],
     ) -> None:
         """Run it over rows of equally shaped tensors.
 
@@ -66,32 +67,33 @@ class Stage:
         names = tuple(name for name in coefficients if name != "rounding_step")
         one = [column[0] for column in columns]
         program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
-        compute = compute_dtype(one)
-        choice = choose(self._rule, options.h, program, one)
+        typed = TypedProgram(program, tuple(t.dtype for t in one))
+        choice = choose(options, one, program)
         tier = choice.tier
         rows = list(zip(*columns, strict=True))
         if tier in ("fused", "foreach") and not all(map(_alike, rows)):
             tier = "loop"
         if tier == "fused":
-            dtypes, numel = tuple(t.dtype for t in one), array("q", [row[0].numel() for row in rows])
+            numel = array("q", [row[0].numel() for row in rows])
             tables = [array("q", [t.data_ptr() or 1 for t in column]) for column in columns]
             if uses_triton(choice, one[0].device):
-                key = (program, dtypes, compute, numel.tobytes(), one[0].device)
+                key = (typed, numel.tobytes(), one[0].device)
                 if key not in known:
-                    known[key] = DeviceRun(program, dtypes, compute, numel, one[0].device, None, options.h, (), [])
-                known[key].with_sets(tables, None, [dict(coefficients)], NOTHING)
+                    known[key] = Launches(typed, numel, one[0].device)
+                known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NOTHING)
             else:
                 flat = array("d", [coefficients[name] for name in names])
-                kernel = cpu_kernel(program, dtypes, compute)
+                kernel = cpu_kernel(typed)
+                assert isinstance(kernel, CpuKernel)
                 kernel(tables, numel, array("q", bytes(8 * len(rows))), flat, sum(numel))
             # Kernels write without autograd's knowledge.
             increment_version([t for column in (columns[0], *columns[2:]) for t in column])
         elif tier == "foreach":
-            run_foreach(program, columns, dict(coefficients), compute)
+            run_foreach(typed, columns, dict(coefficients))
         else:
             scalars = {**coefficients, **options.structure}
             for row in rows:
-                run_loop(self._rule.apply, ("p", "g", *keys), row, scalars, compute)
+                run_loop(self._rule, ("p", "g", *keys), row, scalars)
 
 
 def _alike(row: Sequence[Tensor]) -> bool:

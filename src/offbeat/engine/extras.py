@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +15,29 @@ from offbeat._torch import foreach_div_, foreach_zero_
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.tensors import local
 
-__all__ = ["NOTHING", "Extras", "Work", "by_hand", "fitting", "gradients_of"]
 
-#: A group, parameters of it, and their gradients; None reads them from ``.grad``.
-Work = tuple[dict[str, Any], Sequence[Tensor], Sequence[Tensor | None] | None]
+class Work(NamedTuple):
+    """A group, parameters of it, and their gradients; None reads them from ``.grad``."""
+
+    group: dict[str, Any]
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor | None] | None
+
+    @property
+    def gradients(self) -> Sequence[Tensor | None]:
+        """The gradients."""
+        return [p.grad for p in self.params] if self.grads is None else self.grads
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient."""
+        return any(g is not None for g in (self.grads if self.grads is not None else (p.grad for p in self.params)))
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Under which batches are kept: the group's id, or those of some of its parameters."""
+        whole = self.params is self.group["params"]
+        return (id(self.group),) if whole else tuple(map(id, self.params))
 
 
 @dataclass(frozen=True)
@@ -59,22 +78,17 @@ class Extras:
 NOTHING = Extras()
 
 
-def gradients_of(work: Sequence[Work]) -> list[list[Tensor | None]]:
-    """The gradients of each item of work."""
-    return [[p.grad for p in params] if grads is None else list(grads) for _, params, grads in work]
-
-
 def fitting(extras: Extras, work: Sequence[Work]) -> Extras | None:
     """The same extras with all numbers on the one device of the work, as kernels take them.
 
     None if there are several devices, or if two parameters share a gradient that is to change: the second would find
     it changed.
     """
-    devices = {p.device for _, params, _ in work for p in params}
+    devices = {p.device for item in work for p in item.params}
     if len(devices) != 1:
         return None
     if extras.changes_gradients:
-        given = [g for some in gradients_of(work) for g in some if g is not None]
+        given = [g for item in work for g in item.gradients if g is not None]
         places = [local(g).data_ptr() for g in given if g.layout is torch.strided and g.numel()]
         if len(set(places)) < len(places):
             return None
@@ -90,8 +104,7 @@ def by_hand(extras: Extras, work: Sequence[Work]) -> Iterator[list[Work] | None]
 
     On leaving, gradients are set to zero if they are to be.
     """
-    gradients = gradients_of(work)
-    there = list({id(g): local(g) for some in gradients for g in some if g is not None}.values())
+    there = list({id(g): local(g) for item in work for g in item.gradients if g is not None}.values())
     if extras.found_inf is not None and extras.found_inf.item():
         yield None
     else:
@@ -101,27 +114,25 @@ def by_hand(extras: Extras, work: Sequence[Work]) -> Iterator[list[Work] | None]
             yield list(work)
         else:
             clip = extras.clip.item()
-            yield [
-                (group, params, [None if g is None else g * clip for g in some])
-                for (group, params, _), some in zip(work, gradients, strict=True)
-            ]
+            yield [item._replace(grads=[None if g is None else g * clip for g in item.gradients]) for item in work]
     if extras.zero:
         _in_place(there, None)
 
 
 def _in_place(tensors: Sequence[Tensor], divisor: float | None) -> None:
     """Divide by a number, or set to zero for None: plain tensors together, others one by one."""
-    plain = [t for t in tensors if t.layout is torch.strided and not (t.is_neg() or t.is_conj())]
-    if plain:
-        if divisor is None:
-            foreach_zero_(plain)
-        else:
-            foreach_div_(plain, divisor)
-        increment_version(plain)  # torch's _foreach_zero_ does not do this on a GPU
-    chosen = set(map(id, plain))
+    plain: list[Tensor] = []
+    others: list[Tensor] = []
     for t in tensors:
-        if id(t) not in chosen:
-            if divisor is None:
-                t.zero_()
-            else:
-                t.div_(divisor)
+        is_plain = t.layout is torch.strided and not (t.is_neg() or t.is_conj())
+        (plain if is_plain else others).append(t)
+    if plain and divisor is None:
+        foreach_zero_(plain)
+    elif plain:
+        foreach_div_(plain, divisor)
+    increment_version(plain)  # torch's _foreach_zero_ does not do this on a GPU
+    for t in others:
+        if divisor is None:
+            t.zero_()
+        else:
+            t.div_(divisor)

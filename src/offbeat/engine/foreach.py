@@ -14,22 +14,18 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import FOREACH, foreach_add, foreach_add_, foreach_copy_
-from offbeat.engine.tensors import flat, is_dense, same_layout
-from offbeat.engine.trace import Constant, Program
+from offbeat.engine.tensors import cut
+from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
-
-__all__ = ["run_foreach"]
 
 #: Parameter bytes handled at once. Temporaries are two or three times that at most.
 PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
-def run_foreach(
-    program: Program, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float], compute: torch.dtype
-) -> None:
-    """Apply ``program`` in place. ``columns`` holds one list of tensors for each of the program's inputs."""
+def run_foreach(typed: TypedProgram, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float]) -> None:
+    """Run a program in place. ``columns`` holds one list of tensors for each of its inputs."""
     for piece in _pieces(columns):
-        _run_piece(program, piece, coefficients, compute)
+        _run_piece(typed.program, piece, coefficients, typed.compute)
 
 
 def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
@@ -39,7 +35,7 @@ def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]
     size = 0
     for row in zip(*columns, strict=True):
         nbytes = row[0].nbytes
-        for part in (row,) if nbytes <= limit else _cut(row, limit // row[0].element_size()):
+        for part in (row,) if nbytes <= limit else cut(row, limit // row[0].element_size()):
             part_bytes = nbytes if part is row else part[0].nbytes
             if size and size + part_bytes > limit:
                 yield piece
@@ -48,16 +44,6 @@ def _pieces(columns: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]
                 column.append(t)
             size += part_bytes
     yield piece
-
-
-def _cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
-    p = row[0]
-    if p.numel() <= elements or not all(is_dense(t) and same_layout(p, t) for t in row):
-        yield row
-        return
-    lines = [flat(t.detach()) for t in row]
-    for start in range(0, p.numel(), elements):
-        yield [line[start : start + elements] for line in lines]
 
 
 def _run_piece(

@@ -12,8 +12,6 @@ from offbeat.engine.tensors import is_dtensor, local
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values
 
-__all__ = ["check_alike", "check_gradient", "check_shape", "local_gradient", "shard_like"]
-
 
 def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
     """Raise unless ``g`` can be the gradient of ``p`` under this rule. NaN and infinity are values, not errors."""

@@ -5,58 +5,79 @@ The other tiers are tested against it. It takes tensors that they cannot take, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from offbeat.engine.tensors import flat, is_dense, is_plain, same_layout
-
-__all__ = ["evaluate", "run_loop"]
+from offbeat.engine.codec import decode, encode, round_stochastically, scaled_columns
+from offbeat.engine.tensors import compute_dtype, cut, match_layout
+from offbeat.rules.rule import Rule
 
 #: Elements computed at once, which bounds the size of temporaries.
 CHUNK = 1 << 16
 
 
 def run_loop(
-    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
+    rule: Rule,
     names: Sequence[str],
     tensors: Sequence[Tensor],
     scalars: Mapping[str, Any],
-    compute: torch.dtype,
     *,
     differentiable: bool = False,
 ) -> None:
     """Update one parameter in place.
 
     Args:
-        apply: the rule's update, as :meth:`offbeat.rules.rule.Rule.apply`.
         names: the names of the tensors.
         tensors: p, g and the state.
         scalars: coefficients and structure.
-        compute: the dtype to compute in.
         differentiable: whether autograd watches.
     """
     if differentiable:
         # Autograd keeps its inputs, and the originals are about to be overwritten.
         inputs = [tensors[0].clone(), tensors[1], *(t.clone() for t in tensors[2:])]
-        _write([tensors[0], *tensors[2:]], evaluate(apply, names, inputs, scalars, compute))
+        _write([tensors[0], *tensors[2:]], evaluate(rule, names, inputs, scalars))
         return
-    for piece in _chunks(tensors):
-        _write([piece[0], *piece[2:]], evaluate(apply, names, piece, scalars, compute))
+    small = tensors[0].numel() <= 2 * CHUNK
+    for piece in [tensors] if small else cut(tensors, CHUNK):
+        _write([piece[0], *piece[2:]], evaluate(rule, names, piece, scalars))
 
 
 def evaluate(
-    apply: Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Any, ...]],
-    names: Sequence[str],
-    tensors: Sequence[Tensor],
-    scalars: Mapping[str, Any],
-    compute: torch.dtype,
+    rule: Rule, names: Sequence[str], tensors: Sequence[Tensor], scalars: Mapping[str, Any]
 ) -> Sequence[Tensor]:
-    """The new parameter and state, computed in ``compute``; nothing is changed."""
+    """The new parameter and state, in the dtype they are computed in; nothing is changed."""
+    compute = compute_dtype(t.dtype for t in tensors)
     inputs = {name: t if t.dtype == compute else t.to(compute) for name, t in zip(names, tensors, strict=True)}
-    return apply(inputs, scalars)
+    return rule.apply(inputs, scalars)
+
+
+def run_compact(
+    rule: Rule,
+    names: Sequence[str],
+    form: tuple[str, ...],
+    columns: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    scalars: Mapping[str, Any],
+) -> None:
+    """Update one parameter that is stored in compact forms, or whose state is: decode, update, encode."""
+    scale = dict(zip(scaled_columns(form), scales, strict=True))
+    columns, errors = columns[: len(form)], columns[-1]
+    values = [decode(t, scale[i], form[i]) if i in scale else t.float() for i, t in enumerate(columns)]
+    if form[0] == "kahan":
+        values[0] = values[0] + errors.float()
+    results = evaluate(rule, names, values, scalars)
+    for i, new in zip([0, *range(2, len(form))], results, strict=True):
+        t = columns[i]
+        if i in scale:
+            encode(match_layout(new, t), t, scale[i], form[i])
+        elif form[i] == "stochastic":
+            t.copy_(round_stochastically(match_layout(new, t), scalars["rounding_step"], i))
+        else:
+            t.copy_(new)
+        if form[i] == "kahan":
+            errors.copy_(new - t.float())
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -67,13 +88,3 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     ]
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    p = tensors[0]
-    if p.numel() <= 2 * CHUNK or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in tensors):
-        yield tensors
-        return
-    lines = [flat(t.detach()) for t in tensors]
-    for start in range(0, p.numel(), CHUNK):
-        yield [line[start : start + CHUNK] for line in lines]

@@ -16,7 +16,6 @@ from offbeat._torch import foreach_copy_
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
-from offbeat.engine.counters import ScalarColumn
 from offbeat.engine.elementwise import stages
 from offbeat.engine.exchange import (
     Cut,
@@ -31,7 +30,7 @@ from offbeat.engine.exchange import (
 from offbeat.engine.extras import Extras
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
-from offbeat.engine.scalars import TensorArithmetic, wide_dtype, work_out
+from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
 from offbeat.rules.rule import Matrix, Values
@@ -66,10 +65,7 @@ class MatrixBatch(TensorBatch):
             return False
         return is_dense(p) and all(is_dense(t) and same_layout(t, p) for t in like)
 
-    def _scalar_columns(self, members: Sequence[Member]) -> list[ScalarColumn]:
-        return [] if self._symbolic else super()._scalar_columns(members)
-
-    def _set_up(self, options: Options, dtypes: tuple[torch.dtype, ...]) -> None:
+    def _set_up(self, options: Options) -> None:
         if self._symbolic:
             return
         pinned = [*(column.tensors for column in self.scalars), *(self.columns[i] for i in self._odd)]
@@ -84,27 +80,20 @@ class MatrixBatch(TensorBatch):
         return super().prepare(options)
 
     @torch.no_grad()
-    def run(self, options: Options, extras: Extras, state: State) -> None:
-        """Change the parameters and their state."""
-        some = self._active()
-        active = list(range(len(self.params))) if some is None else some
+    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
         if self._symbolic:
             for i, member in enumerate(self._members):
                 self._run_chunk(options, [i], self._symbolic_numbers(options, member))
         else:
-            sets = self._sets
-            assert sets is not None
             for chunk in self._chunks(options, self._run_with_others(options, active)):
-                self._run_chunk(options, chunk, sets.of(chunk[0]))
-            sets.store(options.scalar_keys, self.scalars, some)
+                self._run_chunk(options, chunk, self.sets.of(chunk[0]))
+            self.sets.store(options.scalar_keys, self.scalars, active)
         self._tell_autograd(active)
-        self._finish()
 
     def _run_with_others(self, options: Options, active: list[int]) -> list[int]:
         """Run those that several ranks share, and return the others."""
-        matrix, sets = options.rule.matrix, self._sets
+        matrix = options.rule.matrix
         assert matrix is not None
-        assert sets is not None
         alone, jobs = [], []
         for i in active:
             cut = _cut(matrix, self.params[i]) if self.distributed else None
@@ -112,7 +101,7 @@ class MatrixBatch(TensorBatch):
                 alone.append(i)
             else:
                 shape = tuple(self.shards[i].shape) if cut is None else cut.shape
-                jobs.append(Job(i, shape, sets.chosen[i] if sets.chosen else 0, cut))
+                jobs.append(Job(i, shape, self.sets.number(i), cut))
         if not jobs:
             return alone
         steps = self._steps(options)
@@ -136,9 +125,8 @@ class MatrixBatch(TensorBatch):
 
     def _steps(self, options: Options) -> Steps:
         """What is done with jobs that several ranks share."""
-        matrix, sets = options.rule.matrix, self._sets
+        matrix, sets = options.rule.matrix, self.sets
         assert matrix is not None
-        assert sets is not None
 
         def scalars(jobs: list[Job]) -> dict[str, Any]:
             return {**sets.of(jobs[0].at), **matrix.scales(options.on_host(), jobs[0].shape)}
@@ -160,13 +148,11 @@ class MatrixBatch(TensorBatch):
 
     def _chunks(self, options: Options, active: Sequence[int]) -> list[list[int]]:
         """Positions of parameters of equal shape, layout and coefficients, few enough for the bound of memory."""
-        assert self._sets is not None
         assert options.rule.matrix is not None
-        chosen = self._sets.chosen
         alike: dict[Any, list[int]] = {}
         for i in active:
             p = self.shards[i]
-            key = (p.shape, p.stride(), chosen[i] if chosen else 0)
+            key = (p.shape, p.stride(), self.sets.number(i))
             alike.setdefault(key, []).append(i)
         found = []
         for some in alike.values():
@@ -192,7 +178,7 @@ class MatrixBatch(TensorBatch):
         else:
             gradients: list[Any] = [self._gradients[i] for i in chunk]
             x = gradients[0].unsqueeze(0) if len(chunk) == 1 else torch.stack(gradients)
-            x = x.to(compute_dtype([params[0], gradients[0]]))
+            x = x.to(compute_dtype([params[0].dtype, gradients[0].dtype]))
         odd = {self._keys[i]: [self.columns[i][k] for k in chunk] for i in self._odd}
         stacks = {key: torch.stack(tensors).to(x.dtype) for key, tensors in odd.items()}
         result, *new = matrix.transform(x, self._about(options, scalars, params), **stacks)
@@ -231,14 +217,10 @@ class MatrixBatch(TensorBatch):
 
     def _symbolic_numbers(self, options: Options, member: Member) -> dict[str, Any]:
         """Coefficients that are 0-d tensors; the stored scalars are written at once."""
-        device = member.columns[0].device
         stored = dict(zip(options.scalar_keys, member.scalars, strict=True))
         before = {key: t.clone() for key, t in stored.items()}
-        if "step" in before:
-            before["step"] = before["step"].to(wide_dtype(device))
-        where_stored = next(iter(stored.values())).device if stored else device
-        arithmetic = TensorArithmetic({key: t.dtype for key, t in stored.items()}, where_stored)
-        numbers = work_out(options.rule, options.h, options.slots, before, arithmetic, first=member.first)
+        device = next(iter(stored.values()), member.columns[0]).device
+        numbers = tensor_numbers(options.rule, options.h, options.slots, before, device, first=member.first)
         for key, value in numbers.stored.items():
             stored[key].copy_(value)
         return numbers.coefficients
@@ -246,7 +228,7 @@ class MatrixBatch(TensorBatch):
 
 def _dtype_of_x(matrix: Matrix, options: Options, tensors: Sequence[Tensor]) -> torch.dtype:
     found: torch.dtype | None = matrix.dtype(options.h)
-    return found or compute_dtype(tensors)
+    return found or compute_dtype(t.dtype for t in tensors)
 
 
 def _laid_out(t: Any, p: Tensor) -> Tensor:

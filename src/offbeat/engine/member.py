@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat._torch import is_zero_tensor
 from offbeat.engine.choice import Choice
-from offbeat.engine.codec import CODE_DTYPES, decode, encode, scales_for
-from offbeat.engine.cuda.source import scaled_columns
+from offbeat.engine.codec import CODE_DTYPES, decode, encode, scaled_columns, scales_for
 from offbeat.engine.gradients import local_gradient
+from offbeat.engine.options import Options
 from offbeat.engine.precision import check_compact, is_compact
 from offbeat.engine.tensors import distributed_like, is_dtensor, is_plain, local, match_layout
 from offbeat.rules.rule import Slot
 
-if TYPE_CHECKING:
-    from offbeat.engine.build import Build
-
-__all__ = ["Member", "align", "kept_keys", "make_member"]
+#: State entries that did not exist in this form: parameter, key, value.
+Created = list[tuple[Tensor, str, Tensor]]
 
 _SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
 
@@ -69,24 +67,24 @@ class Member:
         return tuple(t.dtype for t in self.columns)
 
 
-def make_member(build: Build, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool) -> Member:
+def make_member(options: Options, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
     """Check a parameter with its gradient and state, and unwrap them. Raises before anything has changed."""
-    h = build.h
-    scalars = [entry[key] for key in build.scalar_keys]
+    h = options.h
+    scalars = [entry[key] for key in options.scalar_keys]
     if h.differentiable:
-        _check_differentiable(p, scalars[build.scalar_keys.index("step")] if "step" in build.scalar_keys else None)
+        _check_differentiable(p, entry.get("step"))
     distributed = not is_plain(p) and is_dtensor(p)
     if is_compact(h):
         check_compact(h, p, sparse=g.layout != torch.strided)
     gradient = local_gradient(p, g) if distributed else g
-    keys = build.tensor_keys if build.rule.matrix is None else kept_keys(build.options.slots, p)
-    columns = [p, gradient, *(_dense(build, p, key, entry[key]) for key in keys)]
+    keys = options.tensor_keys if options.rule.matrix is None else kept_keys(options.slots, p)
+    columns = [p, gradient, *(_dense(created, p, key, entry[key]) for key in keys)]
     if distributed:
         columns = [gradient if t is gradient else local(t) for t in columns]
-    _check_columns(build, keys, columns, scalars)
+    _check_columns(options, keys, columns, scalars)
     rows = None
     if gradient.layout != torch.strided:
-        if build.rule.sparse(h) == "dense":
+        if options.rule.sparse(h) == "dense":
             columns[1] = gradient.to_dense()
         else:
             gradient = gradient.coalesce()
@@ -99,8 +97,8 @@ def make_member(build: Build, p: Tensor, g: Tensor, entry: dict[str, Any], first
     own = [local(p), local(g)] if distributed else [p, g]
     own_gradient = columns[1] is own[1] and gradient is own[1]
     simple = columns[0] is own[0] and own_gradient
-    scales = [entry[key] for key in build.scale_keys]
-    _check_scales(build, own[0], scales)
+    scales = [entry[key] for key in options.scale_keys]
+    _check_scales(options, own[0], scales)
     return Member(p, columns, scalars, scales, first, simple, rows, own_gradient=own_gradient, keys=keys)
 
 
@@ -119,26 +117,26 @@ def _check_differentiable(p: Tensor, step: Tensor | None) -> None:
         )
 
 
-def _dense(build: Build, p: Tensor, key: str, t: Tensor) -> Tensor:
+def _dense(created: Created, p: Tensor, key: str, t: Tensor) -> Tensor:
     """State as a dense tensor: torch.optim keeps a sparse momentum buffer for sparse gradients."""
     if t.layout is not torch.strided:
         t = t.to_dense()
-        build.created.append((p, key, t))
+        created.append((p, key, t))
     return t
 
 
-def _check_columns(build: Build, keys: Sequence[str], columns: list[Tensor], scalars: list[Tensor]) -> None:
+def _check_columns(options: Options, keys: Sequence[str], columns: list[Tensor], scalars: list[Tensor]) -> None:
     """Raise unless the state fits the parameter as it is now, and the parameter can be written to."""
     p = columns[0]
     shape, device = p.shape, p.device
-    odd = {slot.key: slot.shape_for(shape) for slot in build.options.slots if slot.shape is not None}
+    odd = {slot.key: slot.shape_for(shape) for slot in options.slots if slot.shape is not None}
     for key, t in zip(keys, columns[2:], strict=True):
         if t.shape != odd.get(key, shape) or t.device != device:
             raise RuntimeError(
                 f"state {key!r} has shape {tuple(t.shape)} on {t.device}, but its parameter now has shape "
                 f"{tuple(shape)} on {device}; move or remove optimizer.state[p] along with the parameter"
             )
-    for key, t in zip(build.scalar_keys, scalars, strict=True):
+    for key, t in zip(options.scalar_keys, scalars, strict=True):
         if t.numel() != 1:
             raise RuntimeError(f"state {key!r} must be one number, but it has shape {tuple(t.shape)}")
     if not p.is_contiguous() and any(
@@ -150,8 +148,8 @@ def _check_columns(build: Build, keys: Sequence[str], columns: list[Tensor], sca
         )
 
 
-def _check_scales(build: Build, p: Tensor, scales: list[Tensor]) -> None:
-    for key, t in zip(build.scale_keys, scales, strict=True):
+def _check_scales(options: Options, p: Tensor, scales: list[Tensor]) -> None:
+    for key, t in zip(options.scale_keys, scales, strict=True):
         wanted = scales_for(p.numel())
         if t.shape != (wanted,) or t.device != p.device or not t.is_contiguous():
             raise RuntimeError(
@@ -160,7 +158,7 @@ def _check_scales(build: Build, p: Tensor, scales: list[Tensor]) -> None:
             )
 
 
-def align(build: Build, member: Member) -> None:
+def align(options: Options, member: Member, created: Created) -> None:
     """Give all columns the parameter's layout: a gradient by a copy, state for good."""
     p = member.columns[0]
     for i, t in enumerate(member.columns[1:], start=1):
@@ -172,15 +170,15 @@ def align(build: Build, member: Member) -> None:
         if i == 1:
             member.own_gradient = False
             continue
-        form = build.form[i] if i < len(build.form) else "plain"
+        form = options.form[i] if i < len(options.form) else "plain"
         if form in CODE_DTYPES:
             # The elements that share a scale are neighbours in memory: in another layout they are others.
-            which = scaled_columns(build.form).index(i)
+            which = scaled_columns(options.form).index(i)
             scales = torch.empty_like(member.scales[which])
             encode(match_layout(decode(t, member.scales[which], form), p), aligned, scales, form)
             member.scales[which] = scales
-            build.created.append((member.param, build.scale_keys[which], scales))
-        build.created.append((member.param, build.tensor_keys[i - 2], _as_state(member.param, aligned)))
+            created.append((member.param, options.scale_keys[which], scales))
+        created.append((member.param, options.tensor_keys[i - 2], _as_state(member.param, aligned)))
 
 
 def _as_state(param: Tensor, value: Tensor) -> Tensor:

@@ -7,14 +7,13 @@ from numbers import Number
 from operator import is_
 from typing import Any, NamedTuple
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
 from offbeat._torch import is_traced
 from offbeat.engine.precision import check_precision, formats, kept_slots
-from offbeat.engine.trace import Program, trace
+from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
-
-__all__ = ["Options", "OptionsCache", "Sharing", "has_tensors", "hyperparameters"]
 
 
 class Sharing(NamedTuple):
@@ -35,51 +34,36 @@ class Options:
     Attributes:
         h: the hyperparameters.
         slots: the state that is stored for a parameter.
+        tensor_keys: the state entries that are tensors like the parameter.
+        scalar_keys: the state entries that are single numbers, such as step counters.
+        scale_keys: the state entries that are scales of 8-bit entries.
+        names: the arguments of the rule's update that are tensors.
+        form: the forms in which p, g and state are stored; empty if all are plain.
         structure: the booleans that choose between variants of the maths.
         has_tensors: whether a hyperparameter is a tensor.
         sharing: the ranks that share the work of whole matrices; None if each does all of it.
+        symbolic: whether numbers stay tensors, on their device or watched by autograd.
+        marks: whether state that has not seen a step is marked so.
+        reasons: by program, dtypes and device, why there is no kernel for them, or None.
         kind: everything that decides which kernel runs. Batches are built for options of one kind.
     """
 
-    def __init__(self, rule: Rule, options: dict[str, Any]) -> None:
-        self.rule = rule
-        self.sharing: Sharing | None = None
+    def __init__(self, rule: Rule, options: dict[str, Any], sharing: Sharing | None = None) -> None:
+        self.rule, self.sharing = rule, sharing
         self.h = h = hyperparameters({**FLAGS, **options})
         self.slots = kept_slots(rule, h)
+        self.tensor_keys = tuple(slot.key for slot in self.slots if not slot.scalar and slot.form != "scales")
+        self.scalar_keys = tuple(slot.key for slot in self.slots if slot.scalar)
+        self.scale_keys = tuple(slot.key for slot in self.slots if slot.form == "scales")
+        self.names = ("p", "g", *(slot.key for slot in rule.slots(h) if not slot.scalar))
+        self.form = formats(h, self.slots)
         self.structure = rule.structure(h)
         self.has_tensors = has_tensors(h)
+        self.symbolic = bool(h.capturable or h.differentiable)
+        self.marks = rule.first_step_differs(h) and "step" not in self.scalar_keys
+        self.reasons: dict[Any, str | None] = {}
         flags = (h.foreach, h.fused, h.differentiable, h.capturable, *(vars(h).get(name) for name in PRECISION))
-        self.kind = (flags, self.structure, [slot.key for slot in self.slots], self.has_tensors)
-
-    @functools.cached_property
-    def tensor_keys(self) -> tuple[str, ...]:
-        """The state entries that are tensors like the parameter."""
-        return tuple(slot.key for slot in self.slots if not slot.scalar and slot.form != "scales")
-
-    @functools.cached_property
-    def scalar_keys(self) -> tuple[str, ...]:
-        """The state entries that are single numbers, such as step counters."""
-        return tuple(slot.key for slot in self.slots if slot.scalar)
-
-    @functools.cached_property
-    def scale_keys(self) -> tuple[str, ...]:
-        """The state entries that are scales of 8-bit entries."""
-        return tuple(slot.key for slot in self.slots if slot.form == "scales")
-
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """The arguments of the rule's update that are tensors."""
-        return ("p", "g", *(slot.key for slot in self.rule.slots(self.h) if not slot.scalar))
-
-    @functools.cached_property
-    def form(self) -> tuple[str, ...]:
-        """The forms in which p, g and state are stored; empty if all are plain."""
-        return formats(self.h, self.slots)
-
-    @property
-    def symbolic(self) -> bool:
-        """Whether numbers stay tensors, on their device or watched by autograd."""
-        return bool(self.h.capturable or self.h.differentiable)
+        self.kind = (flags, self.structure, self.tensor_keys, self.scalar_keys, self.has_tensors)
 
     def on_host(self) -> Values:
         """The hyperparameters with tensors read as numbers, which waits for their device."""
@@ -91,18 +75,24 @@ class Options:
         stored = {slot.key: 0.5 for slot in self.rule.slots(h) if slot.scalar and slot.key != "step"}
         return self.rule.coefficients(h, Values(step=1, **stored))
 
-    def program(self, *, on_device: bool = False) -> Program:
-        """The rule's maths as a program.
+    @functools.cached_property
+    def program(self) -> Program:
+        """The rule's maths."""
+        return self._trace(())
 
-        With ``on_device`` the program itself initialises late state at the first step, because only the device knows
-        which step is the first.
-        """
-        slots = self.rule.slots(self.h)
-        keys = tuple(slot.key for slot in slots if not slot.scalar)
+    @functools.cached_property
+    def device_program(self) -> Program:
+        """The same, and late state is initialised by the program: only the device knows which step is the first."""
+        return self._trace(tuple(slot.key for slot in self.rule.slots(self.h) if slot.late and not slot.scalar))
+
+    def _trace(self, late: tuple[str, ...]) -> Program:
         names = tuple(self.sample_coefficients(_without_tensors(self.h, 0.5) if self.has_tensors else self.h))
-        late = tuple(slot.key for slot in slots if slot.late and not slot.scalar) if on_device else ()
         more = ("rounding_step",) if self.form else ()
-        return trace(self.rule, keys, names, tuple(sorted(self.structure.items())), late, more)
+        return trace(self.rule, self.names[2:], names, tuple(sorted(self.structure.items())), late, more)
+
+    def typed(self, dtypes: tuple[torch.dtype, ...], *, on_device: bool = False) -> TypedProgram:
+        """The program for tensors of these dtypes."""
+        return TypedProgram(self.device_program if on_device else self.program, dtypes, self.form)
 
 
 def hyperparameters(group: dict[str, Any]) -> Values:
@@ -153,10 +143,9 @@ def _without_tensors(h: Values, stand_in: float | None) -> Values:
 class OptionsCache:
     """The options of groups. They are compared with the live groups every time, so they are never stale."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
+    def __init__(self, rule: Rule, sharing: Sharing | None) -> None:
+        self._rule, self._sharing = rule, sharing
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
-        self.sharing: Sharing | None = None
 
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""
@@ -167,23 +156,17 @@ class OptionsCache:
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return found
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        constant = all(map(_is_constant, options.values()))  # a tensor may change in place
-        if known is not None and constant and before == options:
-            self._known[id(group)] = (options, found)
-            return found
         check_precision(self._rule, options)
-        found = Options(self._rule, options)
-        found.sharing = self.sharing
-        if constant:
+        found = Options(self._rule, options, self._sharing)
+        self._known.pop(id(group), None)
+        if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
             self._known[id(group)] = (options, found)
-        else:
-            self._known.pop(id(group), None)
         return found
 
 
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
-    return isinstance(value, (bool, int, float, str, type(None), dtype))
+    return isinstance(value, (bool, int, float, str, type(None), torch.dtype))

@@ -9,25 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.codec import CODE_DTYPES, decode, decode_exactly, encode, round_stochastically, scales_for
+from offbeat.engine.codec import CODE_DTYPES, decode_exactly, encode, scales_for
 from offbeat.engine.gradients import shard_like
-from offbeat.engine.loop import evaluate
-from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, laid_out_like, local, same_layout
+from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, local, match_layout, same_layout
 from offbeat.engine.unbegun import is_unbegun
 from offbeat.rules.rule import Rule, Slot, Values
-
-__all__ = [
-    "check_compact",
-    "check_precision",
-    "converted",
-    "formats",
-    "in_numbers",
-    "is_compact",
-    "is_stored_otherwise",
-    "kept_slots",
-    "precision_options",
-    "run_compact",
-]
 
 EIGHT = "8bit"
 _ROUNDINGS = (None, "stochastic", "kahan")
@@ -118,38 +104,6 @@ def check_compact(h: Values, p: Tensor, sparse: bool) -> None:
         raise RuntimeError("sparse gradients need full precision; leave state_dtype and rounding out for their group")
 
 
-def run_compact(
-    rule: Rule,
-    names: tuple[str, ...],
-    form: tuple[str, ...],
-    columns: list[Tensor],
-    scales: list[Tensor],
-    scalars: dict[str, Any],
-) -> None:
-    """The loop tier for compact forms: decode, update, encode."""
-    stored = [columns[0], *columns[2 : len(form)]]
-    values = [columns[0].float(), columns[1].float()]
-    if form[0] == "kahan":
-        values[0] = values[0] + columns[-1].float()
-    left = list(scales)
-    for t, one in zip(columns[2 : len(form)], form[2:], strict=True):
-        values.append(decode(t, left.pop(0), one) if one in CODE_DTYPES else t.float())
-    step = scalars["rounding_step"]
-    results = evaluate(rule.apply, names, values, scalars, torch.float32)
-    left = list(scales)
-    places = [0, *range(2, len(form))]
-    for t, new, one, place in zip(stored, results, [form[0], *form[2:]], places, strict=True):
-        if one in CODE_DTYPES:
-            encode(laid_out_like(new, t), t, left.pop(0), one)
-        elif one == "stochastic":
-            t.copy_(round_stochastically(laid_out_like(new, t), step, place))
-        elif one == "kahan":
-            t.copy_(new)
-            columns[-1].copy_(new - t.float())
-        else:
-            t.copy_(new)
-
-
 def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: Any, now: Any) -> dict[str, Any]:
     """A saved entry, converted to the forms of these slots.
 
@@ -182,7 +136,7 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
             x = shard_like(base, numbers[base], p)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
             scales = torch.empty(scales_for(x.numel()), dtype=torch.float32, device=x.device)
-            encode(laid_out_like(x, local(codes)), local(codes), scales, slot.form)
+            encode(match_layout(x, local(codes)), local(codes), scales, slot.form)
             found |= {slot.key: codes, f"{base}_scale": scales}
         elif slot.key in numbers and slot.form != "scales":
             value = numbers[slot.key]

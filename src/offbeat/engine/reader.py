@@ -1,6 +1,6 @@
-"""The compiled reader of addresses: started with the first book, there once it has been compiled, and checked then.
+"""The compiled address reader. The first address book starts the compiler; the result is loaded, checked and used.
 
-Until then, and where it cannot be had, :class:`~offbeat.engine.addresses.AddressBook` reads in Python.
+Until then, and where it cannot be compiled, :class:`~offbeat.engine.addresses.AddressBook` reads in Python.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError
 from offbeat.engine.reader_build import Build, is_whole
 
-__all__ = ["compiled_reader", "shapes_of", "suits", "wait_for_reader", "why_no_reader"]
-
-#: How often it is looked whether the compiler is done.
+#: Seconds between two looks at whether the compiler is done.
 SECONDS_BETWEEN = 0.1
 
 
@@ -33,7 +31,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.module: Any = None
-        self.reason: str | None = "nothing has needed it yet"
+        self.reason: str | None = "no step has needed the compiled reader yet"
         self._build: Build | None = None
         self.over = False
         self._next_look = 0.0
@@ -41,12 +39,12 @@ class _Reader:
         self._lock = threading.Lock()
 
     def get(self) -> Any:
-        """The module, or None for the time being; never an exception."""
+        """The module, or None as long as there is none. Never raises."""
         if self.over or time.monotonic() < self._next_look or not self._lock.acquire(blocking=False):
             return self.module
         try:
             self._look()
-        except Exception as error:  # whatever it is, there is another way to read
+        except Exception as error:  # whatever the error is, Python can read the addresses
             self._end(None, str(error) if isinstance(error, CompilerError) else f"{type(error).__name__}: {error}")
         finally:
             self._next_look = time.monotonic() + SECONDS_BETWEEN
@@ -54,7 +52,7 @@ class _Reader:
         return self.module
 
     def after_fork(self) -> None:
-        """Another thread may have held the lock in the parent; it does not exist here."""
+        """Replace the lock: a thread of the parent process may have held it, and that thread does not exist here."""
         self._lock = threading.Lock()
 
     def _look(self) -> None:
@@ -70,12 +68,12 @@ class _Reader:
             self._loads += 1
             if self._loads > 1:
                 raise CompilerError(f"the compiled reader could not be loaded: {error}") from error
-            self._build.discard()  # damaged: once more
+            self._build.discard()  # it is damaged: build it again
             return
         if _agrees(module):
             self._end(module, None)
         else:
-            self._end(None, "what the compiled reader says of some tensors is not what Python says")
+            self._end(None, "the compiled reader and Python disagree about some tensors")
 
     def _end(self, module: Any, reason: str | None) -> None:
         self.module, self.reason, self.over = module, reason, True
@@ -92,9 +90,13 @@ def _why_not_wanted() -> str | None:
     return "OFFBEAT_NO_COMPILER is set" if os.environ.get("OFFBEAT_NO_COMPILER") else None
 
 
-def compiled_reader() -> Any:
-    """The compiled reader's module if it is there. The first call has it compiled, and none waits for it."""
-    return None if _why_not_wanted() else _reader.get()
+def compiled_reader(device: torch.device | None = None) -> Any:
+    """The compiled reader's module if it is there and takes tensors of this device, else None.
+
+    The first call starts the compiler. No call waits for it.
+    """
+    module = None if _why_not_wanted() else _reader.get()
+    return module if module is None or device is None or _suits(module, device) else None
 
 
 def why_no_reader() -> str | None:
@@ -105,7 +107,7 @@ def why_no_reader() -> str | None:
 
 
 def wait_for_reader(seconds: float) -> bool:
-    """Wait until the compiled reader is there or cannot be had; whether it is."""
+    """Wait until the compiled reader is ready or has failed. Returns whether it is ready."""
     end = time.monotonic() + seconds
     while compiled_reader() is None:
         if _why_not_wanted() or _reader.over or time.monotonic() > end:
@@ -134,14 +136,14 @@ def _load(library: Path) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def suits(module: Any, device: torch.device) -> bool:
+def _suits(module: Any, device: torch.device) -> bool:
     """Whether the reader recognises a plain tensor of this device as one."""
     with torch.inference_mode(False):
         return _read(module, [torch.empty(0, device=device)], []) == ([0], [0])
 
 
 def _read(module: Any, tensors: list[Tensor], grads: list[Any] | None) -> tuple[list[int], list[int]] | None:
-    """What the module says of parameters without state: where they and their gradients lie."""
+    """The addresses of parameters without state and of their gradients, as the module reads them."""
     tables = [array("q", bytes(8 * len(tensors))) for _ in range(2)]
     given = None if grads is None else [*grads, *[None] * (len(tensors) - len(grads))]
     count = module.read(
@@ -155,13 +157,13 @@ def _read(module: Any, tensors: list[Tensor], grads: list[Any] | None) -> tuple[
 
 
 class _Subclass(Tensor):
-    """Whatever a subclass means by its memory, it is not read."""
+    """A subclass of Tensor, whose memory may mean anything; the reader must refuse it."""
 
 
 @torch.inference_mode(False)
 def _agrees(module: Any) -> bool:
-    """Whether what the module says of some tensors is what Python says of them."""
-    if not _torch.has_versions or _torch.neg_view is None:  # there is no way to find out
+    """Whether the module and Python give the same answers for some tensors."""
+    if not _torch.has_versions or _torch.neg_view is None:  # the answers cannot be compared
         return False
     # Said in full: the program may have set another default dtype or device.
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}

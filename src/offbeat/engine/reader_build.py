@@ -1,17 +1,15 @@
 """Builds ``reader.cpp`` against the headers of the installed torch: in the background, and once for all processes.
 
-The compiler runs in a process of its own that outlives this one if need be, so that even a short program leaves the
-library for the next. That process holds a lock on a file in the cache directory while it is at work; the system takes
-the lock back when it ends, however it ends. Everybody looks there from time to time, and nobody waits.
+The compiler runs in a process of its own that may outlive this one, so that even a short program leaves the library
+for the next one. That process holds a lock on a file in the cache directory while it works; the system releases the
+lock when the process ends, however it ends. All processes check the directory from time to time. None of them waits.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 import platform
-import shlex
 import shutil
 import signal
 import struct
@@ -24,15 +22,13 @@ from pathlib import Path
 
 import torch
 
-from offbeat.engine.cpu.compiler import CompilerError, cache_directory, why_no_compiler
-
-__all__ = ["Build"]
+from offbeat.engine.cpu.compiler import CompilerError, cache_directory, find_compiler, version_of, why_no_compiler
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
-#: A machine that is busy with other things may need minutes for what takes 15 s.
+#: It takes 15 s, but minutes on a busy machine.
 SECONDS = 900
-#: A compiler that was killed is started again, but not for ever.
+#: How often a compiler that was killed is started.
 ATTEMPTS = 2
 
 # Either the library or what the compiler said is put in its place in one go.
@@ -60,7 +56,7 @@ class Build:
         self._process: subprocess.Popen[bytes] | None = None
 
     def poll(self) -> Path | None:
-        """The library if there is one; else None, and somebody is compiling it."""
+        """The library, or None while this or another process compiles it."""
         if self.library.exists():
             return self.library
         running = self._process is not None and self._process.poll() is None
@@ -84,11 +80,11 @@ class Build:
         return None
 
     def discard(self) -> None:
-        """The library is of no use: build it anew."""
+        """Remove the library because it cannot be loaded; it will be built again."""
         self.library.unlink(missing_ok=True)
 
     def _look_for_results(self) -> None:
-        """What made it fail for another process that was at it at the same time makes it fail for this one."""
+        """Raise if the compiler has failed for another process since this one started."""
         try:
             if self._failure.stat().st_mtime < self._began - 1:  # some file systems have whole seconds
                 return
@@ -128,7 +124,7 @@ def is_whole(library: Path) -> bool:
 
 
 def _is_taken(lock: int) -> bool:
-    """Take the lock, or say that another has it. Where files cannot be locked everybody builds for himself."""
+    """Take the lock; True if another process has it. Where files cannot be locked, every process builds its own."""
     import fcntl
 
     try:
@@ -140,22 +136,15 @@ def _is_taken(lock: int) -> bool:
     return False
 
 
-def _find_compiler() -> tuple[str, ...]:
-    """The C++ compiler's command: ``$CXX`` if set (it may have arguments), else the first of c++, g++ and clang++."""
-    given = shlex.split(os.environ.get("CXX", ""))
-    for name, *arguments in [given] if given else [["c++"], ["g++"], ["clang++"]]:
-        if found := shutil.which(name):
-            return (found, *arguments)
-    raise CompilerError(f"no C++ compiler ({' '.join(given) or 'c++, g++ or clang++'}) was found; set CXX")
-
-
 def _torch_directory() -> Path:
     return Path(torch.__file__).parent
 
 
 def _command() -> list[str]:
     """The compiler with its options, if the headers are there."""
-    compiler = _find_compiler()
+    compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
+    if compiler is None:
+        raise CompilerError(f"no C++ compiler ({os.environ.get('CXX') or 'c++, g++ or clang++'}) was found; set CXX")
     python = [sysconfig.get_paths()[name] for name in ("include", "platinclude")]
     headers = _torch_directory() / "include"
     for header in (Path(python[0]) / "Python.h", headers / "torch/csrc/autograd/python_variable.h"):
@@ -173,18 +162,10 @@ def _libraries() -> list[str]:
 
 
 def _digest(command: list[str]) -> str:
-    """Whatever the library depends on. Of torch also when it was installed: a build of one's own keeps its version."""
-    compiler = _version(tuple(command[: command.index(OPTIONS[0])]))
+    """A hash of all that the library depends on. When torch was installed counts: a local build keeps its version."""
+    compiler = version_of(tuple(command[: command.index(OPTIONS[0])]))
     files = sorted(_torch_directory().glob("lib/*torch_python.*"))
     installed = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     parts = [SOURCE.read_text(), torch.__version__, torch.version.git_version, installed, platform.machine()]
     parts += [sysconfig.get_config_var("SOABI"), compiler, command, _libraries()]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-@functools.cache
-def _version(compiler: tuple[str, ...]) -> str:
-    try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CompilerError(f"{compiler[0]} did not run: {error}") from error

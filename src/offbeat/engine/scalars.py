@@ -11,68 +11,18 @@ one element for each parameter), or with symbols that become a kernel. All of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from offbeat.engine.counters import ScalarColumn
+from offbeat._torch import foreach_add_, storage_id
+from offbeat.engine.options import Options
 from offbeat.rules.ops import where
 from offbeat.rules.rule import Rule, Slot, Values
-
-__all__ = [
-    "Arithmetic",
-    "CoefficientSets",
-    "NumbersAhead",
-    "TensorArithmetic",
-    "coefficient_sets",
-    "wide_dtype",
-    "work_out",
-]
-
-
-class Arithmetic(Protocol):
-    """How stored scalars are represented."""
-
-    def stored(self, key: str, value: Any) -> Any:
-        """A value as the scalar ``key`` stores it; arithmetic with it is in the stored precision."""
-
-    def wide(self, value: Any) -> Any:
-        """A stored value for arithmetic in double precision."""
-
-
-class _HostArithmetic:
-    """Numbers on the host. Scalars in lower precision are 0-d tensors while they are advanced."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._dtypes = dtypes
-
-    def stored(self, key: str, value: Any) -> Any:
-        return torch.as_tensor(value, dtype=self._dtypes[key], device="cpu")
-
-    def wide(self, value: Any) -> Any:
-        return value.item()
-
-
-class TensorArithmetic:
-    """Tensors on one device; autograd may watch them."""
-
-    def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        self._dtypes, self._device = dtypes, device
-
-    def stored(self, key: str, value: Any) -> Any:
-        """The value as it is stored."""
-        return torch.as_tensor(value, device=self._device).to(self._dtypes[key])
-
-    def wide(self, value: Any) -> Any:
-        """The value in double precision, where the device has it."""
-        return value.to(wide_dtype(self._device))
-
-
-def wide_dtype(device: torch.device) -> torch.dtype:
-    """Double precision, or the most a device has."""
-    return torch.float32 if device.type in ("mps", "xla") else torch.float64
 
 
 @dataclass
@@ -100,14 +50,23 @@ class Numbers:
 
 
 def work_out(
-    rule: Rule, h: Values, slots: Sequence[Slot], before: Mapping[str, Any], arithmetic: Arithmetic, *, first: bool
+    rule: Rule,
+    h: Values,
+    slots: Sequence[Slot],
+    before: Mapping[str, Any],
+    store: Callable[[str, Any], Any],
+    widen: Callable[[Any], Any],
+    *,
+    first: bool,
 ) -> Numbers:
     """The numbers of a step.
 
     Args:
         slots: the state a parameter has; only scalars matter here.
         before: the stored scalars before the step, by key; ``step`` in double precision.
-        arithmetic: how scalars are represented.
+        store: ``store(key, value)`` rounds a value as the scalar ``key`` is stored. Arithmetic with the result has that
+            precision.
+        widen: ``widen(value)`` is the same number for arithmetic in double precision.
         first: whether it is a first step, for rules that do not count steps.
     """
     counts = "step" in before
@@ -116,14 +75,30 @@ def work_out(
     stored: dict[str, Any] = {}
     for slot in slots:
         if slot.scalar and slot.key != "step":
-            value = arithmetic.stored(slot.key, before[slot.key])
+            value = store(slot.key, before[slot.key])
             if slot.late and counts:
-                value = where(begins, arithmetic.stored(slot.key, slot.initial(h)), value)
+                value = where(begins, store(slot.key, slot.initial(h)), value)
             stored[slot.key] = value
-    new = {key: arithmetic.stored(key, v) for key, v in rule.advance(h, Values(step=step, **stored)).items()}
-    seen = {key: arithmetic.wide(v) for key, v in (stored | new if rule.advance_first else stored).items()}
+    new = {key: store(key, value) for key, value in rule.advance(h, Values(step=step, **stored)).items()}
+    seen = {key: widen(value) for key, value in (stored | new if rule.advance_first else stored).items()}
     coefficients = dict(rule.coefficients(h, Values(step=step, **seen)))
     return Numbers(coefficients, new | {"step": step} if counts else new, begins, step)
+
+
+def tensor_numbers(
+    rule: Rule, h: Values, slots: Sequence[Slot], stored: Mapping[str, Tensor], device: torch.device, *, first: bool
+) -> Numbers:
+    """The numbers of a step as tensors, from stored scalars that are tensors on ``device``; see :func:`work_out`."""
+    wide = torch.float32 if device.type in ("mps", "xla") else torch.float64  # the most the device has
+    before = dict(stored)
+    if "step" in before:
+        before["step"] = before["step"].to(wide)
+    store = _storing({key: t.dtype for key, t in stored.items()}, device)
+    return work_out(rule, h, slots, before, store, lambda value: value.to(wide), first=first)
+
+
+def _storing(dtypes: Mapping[str, torch.dtype], device: torch.device) -> Callable[[str, Any], Tensor]:
+    return lambda key, value: torch.as_tensor(value, dtype=dtypes[key], device=device)
 
 
 @dataclass
@@ -138,13 +113,17 @@ class CoefficientSets:
     """
 
     chosen: list[int] | None
-    sets: list[dict[str, Any]]
-    stored: list[dict[str, float]]
-    begins: list[bool]
+    sets: list[dict[str, Any]] = field(default_factory=list)
+    stored: list[dict[str, float]] = field(default_factory=list)
+    begins: list[bool] = field(default_factory=list)
+
+    def number(self, i: int) -> int:
+        """Which set a parameter uses."""
+        return self.chosen[i] if self.chosen else 0
 
     def of(self, i: int) -> dict[str, Any]:
-        """The set of a parameter."""
-        return self.sets[self.chosen[i] if self.chosen else 0]
+        """The coefficients of a parameter."""
+        return self.sets[self.number(i)]
 
     def store(self, keys: Sequence[str], columns: Sequence[ScalarColumn], active: Sequence[int] | None) -> None:
         """Write the new scalars of the parameters at the positions ``active`` (None: all)."""
@@ -152,21 +131,12 @@ class CoefficientSets:
             if key == "step":
                 column.count(active)
             elif key in self.stored[0]:
-                chosen = self.chosen
-                values: list[float | None]
-                values = [self.stored[chosen[i] if chosen else 0][key] for i in range(len(column.tensors))]
-                if active is not None:
-                    wanted = set(active)
-                    values = [value if i in wanted else None for i, value in enumerate(values)]
-                column.write(values)
+                there = range(len(column.tensors)) if active is None else active
+                column.write({i: self.stored[self.number(i)][key] for i in there})
 
 
 def coefficient_sets(
-    rule: Rule,
-    h: Values,
-    slots: Sequence[Slot],
-    columns: Sequence[ScalarColumn],
-    first: Sequence[bool] | None,
+    options: Options, columns: Sequence[ScalarColumn], first: Sequence[bool] | None
 ) -> CoefficientSets:
     """Work out the coefficients of many parameters on the host; parameters with equal scalars share a set.
 
@@ -174,7 +144,7 @@ def coefficient_sets(
         columns: the stored scalars, one column for each scalar slot.
         first: which parameters are at their first step, for rules that do not count steps (None: none).
     """
-    keys = [slot.key for slot in slots if slot.scalar]
+    keys, h = options.scalar_keys, options.on_host()
     values = [column.read() for column in columns]
     if "step" not in keys and first is not None:
         values.append([float(f) for f in first])
@@ -184,12 +154,13 @@ def coefficient_sets(
         distinct[tuple(column[0] for column in values)] = 0
     else:
         chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
-    arithmetic = _HostArithmetic({key: c.tensors[0].dtype for key, c in zip(keys, columns, strict=True)})
-    found = CoefficientSets(chosen, [], [], [])
+    dtypes = {key: column.tensors[0].dtype for key, column in zip(keys, columns, strict=True)}
+    store = _storing(dtypes, torch.device("cpu"))
+    found = CoefficientSets(chosen)
     for one in distinct:
         before = dict(zip(keys, one, strict=False))
         is_first = len(one) > len(keys) and bool(one[-1])
-        numbers = work_out(rule, h, slots, before, arithmetic, first=is_first)
+        numbers = work_out(options.rule, h, options.slots, before, store, Tensor.item, first=is_first)
         row = {name: float(value) for name, value in numbers.coefficients.items()}
         row["rounding_step"] = float(numbers.step)
         found.sets.append(row)
@@ -198,31 +169,97 @@ def coefficient_sets(
     return found
 
 
-class NumbersAhead:
-    """Coefficients of the next step, worked out while the device is busy with this one.
+def scalar_dtype(fused: bool | None = None) -> torch.dtype:
+    """The dtype torch.optim gives a step counter."""
+    return torch.float64 if not fused and torch.get_default_dtype() == torch.float64 else torch.float32
 
-    They are used only if the next step finds hyperparameters and stored scalars unchanged.
+
+def new_scalars(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """0-d tensors with these values, side by side in one storage so that all can be read or written at once."""
+    line = torch.tensor(values, dtype=dtype, device=device)
+    return [line[i] for i in range(len(values))]
+
+
+class ScalarColumn:
+    """One scalar slot (a step counter, say) of many parameters, read and written as a whole where possible."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+        self._lines = _lines(tensors)
+        # Usually all lie side by side, in order.
+        in_order = len(self._lines) == 1 and self._lines[0][1] == list(zip(*[range(len(tensors))] * 2, strict=True))
+        self._line = self._lines[0][0] if in_order else None
+        self._bytes: Any = None
+        if self._line is not None and self._line.device.type == "cpu":
+            self._bytes = (ctypes.c_char * self._line.nbytes).from_address(self._line.data_ptr())
+
+    def read(self) -> list[float]:
+        """All values, in order."""
+        if self._line is not None:
+            return self._line.tolist()
+        if not self._lines:
+            return [t.item() for t in self.tensors]
+        values = [0.0] * len(self.tensors)
+        for line, places in self._lines:
+            numbers = line.tolist()
+            for i, at in places:
+                values[i] = numbers[at]
+        return values
+
+    def raw(self) -> bytes | None:
+        """The bytes of all values, if they lie side by side in the host's memory."""
+        return None if self._bytes is None else self._bytes.raw
+
+    def count(self, active: Sequence[int] | None) -> None:
+        """Add one to those at the positions ``active``; to all for None."""
+        if self._line is not None and active is None:
+            self._line.add_(1)
+            return
+        chosen: Collection[int] = range(len(self.tensors)) if active is None else active
+        if self._lines and self.tensors[0].device.type == "cpu":
+            chosen = set(chosen)
+            for line, places in self._lines:
+                more = [0.0] * len(line)
+                for i, at in places:
+                    more[at] += i in chosen
+                line.add_(torch.tensor(more, dtype=line.dtype, device="cpu"))
+        elif chosen:
+            foreach_add_([self.tensors[i] for i in chosen], 1)
+
+    def write(self, values: Mapping[int, float]) -> None:
+        """Set those at these positions."""
+        if self._line is not None and len(values) == len(self.tensors) and len(set(values.values())) == 1:
+            self._line.fill_(values[0])
+        elif self._lines:
+            for line, places in self._lines:
+                numbers = line.tolist()
+                for i, at in places:
+                    numbers[at] = values.get(i, numbers[at])
+                line.copy_(torch.tensor(numbers, dtype=line.dtype, device=line.device))
+        else:
+            for i, value in values.items():
+                self.tensors[i].fill_(value)
+
+
+def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+    """0-d tensors by storage: each storage as one tensor, with the positions of its scalars.
+
+    Counters of parameters that began at different steps lie in different storages, usually a few. The result is empty
+    if there are many, or if a storage mostly holds something else.
     """
-
-    def __init__(self) -> None:
-        self._seen: Any = None
-        self._made: CoefficientSets | None = None
-        self._left: list[bytes] = []
-
-    def take(self, rule: Rule, h: Values, slots: Sequence[Slot], columns: Sequence[ScalarColumn]) -> CoefficientSets:
-        """The result of :func:`coefficient_sets`, worked out now or before."""
-        made, self._made = self._made, None
-        is_same, self._seen = h is self._seen, h
-        if made is not None and is_same and self._left == [column.raw() for column in columns]:
-            return made
-        return coefficient_sets(rule, h, slots, columns, None)
-
-    def prepare(self, rule: Rule, h: Values, slots: Sequence[Slot], columns: Sequence[ScalarColumn]) -> None:
-        """Get ready for the next step. Does nothing if hyperparameters change at every step."""
-        if h is self._seen and all(column.is_readable for column in columns):
-            try:
-                self._made = coefficient_sets(rule, h, slots, columns, None)
-            except (ArithmeticError, ValueError, RuntimeError):
-                return  # this step is done; the next one raises
-            self._left = [column.raw() for column in columns]
-        self._seen = h
+    found: dict[tuple[int, torch.dtype], list[int]] = {}
+    for i, t in enumerate(tensors):
+        if t.dim() or t.requires_grad:
+            return []
+        found.setdefault((storage_id(t.untyped_storage()), t.dtype), []).append(i)
+    if len(found) > max(1, len(tensors) // 8):
+        return []
+    result = []
+    for rows in found.values():
+        offsets = [int(tensors[i].storage_offset()) for i in rows]
+        first, size = min(offsets), max(offsets) - min(offsets) + 1
+        if size > 4 * len(rows):
+            return []
+        line = tensors[rows[0]].detach().as_strided((size,), (1,), first)
+        result.append((line, [(i, at - first) for i, at in zip(rows, offsets, strict=True)]))
+    return result

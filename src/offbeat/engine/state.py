@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from offbeat.engine.codec import scales_for
-from offbeat.engine.counters import new_scalars, scalar_dtype
 from offbeat.engine.options import has_tensors
+from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Slot, Values
-
-__all__ = ["ParamState", "State", "new_state"]
 
 
 def _counted(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,18 +145,13 @@ def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
     if slot.form == "scales":
         shard = local(p)
         return torch.zeros(scales_for(shard.numel()), dtype=slot.dtype, device=shard.device)
-    if slot.dtype is not None:
-        return torch.zeros_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
-    value = slot.initial(h)
+    value = slot.initial(h) if slot.dtype is None else 0.0
     if slot.shape is not None:
         return p.detach().new_full(slot.shape_for(p.shape) or (), float(value))
+    one = complex(1, 1) if p.is_complex() else 1.0
     if h.differentiable and isinstance(value, Tensor):
-        one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, memory_format=torch.preserve_format)
-        return one * value
-    value = float(value)
-    if value == 0:
-        return torch.zeros_like(p, memory_format=torch.preserve_format)
-    return torch.full_like(p, complex(value, value) if p.is_complex() else value, memory_format=torch.preserve_format)
+        return torch.full_like(p, one, memory_format=torch.preserve_format) * value
+    return torch.full_like(p, one * float(value), dtype=slot.dtype, memory_format=torch.preserve_format)
 
 
 def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[Any]) -> list[Tensor]:

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_traced
-from offbeat.engine.batch import DeviceBatch
-from offbeat.engine.build import Part, build, check_gradients
+from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
-from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting, gradients_of
+from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
 from offbeat.engine.matrix import WHOLE
 from offbeat.engine.options import Options, OptionsCache, Sharing
 from offbeat.engine.reader import why_no_reader
@@ -25,26 +24,17 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Rule
 
-__all__ = ["Engine"]
-
-#: How many parameters the kept parts of groups may have, in multiples of the optimizer's parameters. Buckets that are
-#: cut differently every time would add up.
-PARTS = 4
+#: How many parameters the kept batches may have, in multiples of the optimizer's parameters. Buckets that are cut
+#: differently every time would add up.
+PARTS = 5
 
 
 class Engine:
     """Runs the updates of one optimizer, and keeps batches from step to step."""
 
-    def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self._options = OptionsCache(rule)
-        self._groups: dict[int, Part] = {}
-        self._parts: dict[tuple[int, ...], Part] = {}
-
-    def share(self, sharing: Sharing | None) -> None:
-        """From now on, share the work of whole matrices with these ranks."""
-        self._options = OptionsCache(self._rule)
-        self._options.sharing = sharing
+    def __init__(self, rule: Rule, sharing: Sharing | None = None) -> None:
+        self._options = OptionsCache(rule, sharing)
+        self._parts: dict[Any, Part] = {}  # by Work.key
 
     def run(
         self,
@@ -58,47 +48,40 @@ class Engine:
         """Update some parameters: all of ``work`` is checked before any of it is run.
 
         Args:
-            work: groups, parameters of them, and their gradients.
             groups: all groups of the optimizer; batches of others are dropped.
         """
         if extras is NOTHING and not is_traced():
-            known = [self._find(*item, state) for item in work]
+            known = [self._find(item, state) for item in work]
             if all(job is not None for job in known):
                 for job in known:
                     assert job is not None
                     job[0].run(job[1], extras)
                 return
         with torch.set_grad_enabled(differentiable):
-            self._run(work, state, extras)
-        self._forget(groups, state)
+            if self._run(work, state, extras):
+                self._forget(groups, state)
 
-    def _find(
-        self, group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None, state: State
-    ) -> tuple[Part, Options] | None:
+    def _find(self, item: Work, state: State) -> tuple[Part, Options] | None:
         """The batches of an earlier step, if they fit; they are then ready to run."""
-        part, options = self._known(group, params), self._options.of(group)
-        if part is None or part.state is not state or not part.fits(options, params, grads):
+        part, options = self._parts.get(item.key), self._options.of(item.group)
+        if part is None or part.state is not state or not part.fits(options, item.params, item.grads):
             return None
         return part, options
 
     def check(self, work: Sequence[Work], state: State) -> None:
         """Raise if a gradient does not fit its parameter or the rule. Changes nothing."""
-        for group, params, grads in work:
-            if not is_traced() and (found := self._find(group, params, grads, state)) is not None:
+        for item in work:
+            if not is_traced() and (found := self._find(item, state)) is not None:
                 found[0].release()
             else:
-                given = [p.grad for p in params] if grads is None else grads
-                check_gradients(self._options.of(group), params, given)
+                check_gradients(self._options.of(item.group), item.params, item.gradients)
 
-    def _known(self, group: dict[str, Any], params: Sequence[Tensor]) -> Part | None:
-        if params is group["params"]:
-            return self._groups.get(id(group))
-        return self._parts.get(tuple(map(id, params)))
-
-    def _run(self, work: Sequence[Work], state: State, extras: Extras) -> None:
-        work = [item for item in work if _has_gradients(*item)]
+    def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
+        """As :meth:`run`; returns whether there are new batches."""
+        work = [item for item in work if item.has_gradients]
         again: list[Work] = []
         jobs: list[tuple[Part, Options]] = []
+        built = False
         try:
             jobs += (self._prepare(item, state, again) for item in work)
             at_hand = fitting(extras, work) if extras else NOTHING
@@ -108,72 +91,60 @@ class Engine:
                     part.commit()
                 for part, _ in jobs:
                     part.settle()
-                for (part, options), (group, params, _) in zip(jobs, work, strict=True):
+                for (part, options), item in zip(jobs, work, strict=True):
                     part.run(options, at_hand or NOTHING)
-                    self._remember(group, params, part)
+                    if self._parts.get(item.key) is not part:
+                        built = True
+                        self._parts.pop(item.key, None)
+                        if part.keeps and len(part.params) == len(item.params):
+                            self._parts[item.key] = part
                 if at_hand and at_hand.changes_gradients:
-                    increment_version([g for some in gradients_of(work) for g in some if g is not None])
+                    increment_version([g for item in work for g in item.gradients if g is not None])
         finally:
             for part, _ in jobs:
                 part.release()
         if extras and not takes:
             with by_hand(extras, work) as changed:
-                if changed is not None:
-                    self._run(changed, state, NOTHING)
-            return
+                return changed is not None and self._run(changed, state, NOTHING)
         for item in again:
             self._run([item], state, NOTHING)
+        return built
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:
         """Batches for this work that are ready to run; work that must wait until it is done goes to ``again``."""
-        group, params, grads = item
-        if not is_traced() and (found := self._find(group, params, grads, state)) is not None:
+        if not is_traced() and (found := self._find(item, state)) is not None:
             return found
-        options = self._options.of(group)
-        given = [p.grad for p in params] if grads is None else grads
-        before = self._known(group, params)
+        options = self._options.of(item.group)
+        params, grads = item.params, item.gradients
         if len(set(map(id, params))) < len(params):
-            layers = _layers(params, given)
-            for layer in layers[1:]:
+            (params, grads), *others = _layers(params, grads)
+            for layer in others:
                 check_gradients(options, *layer)
-            params, given = layers[0]
-            again.extend((group, *layer) for layer in layers[1:])
-            before = None
-        return build(options, params, given, state, before), options
-
-    def _remember(self, group: dict[str, Any], params: Sequence[Tensor], part: Part) -> None:
-        """Keep batches for the next step of this group or part."""
-        known: dict[Any, Part] = self._groups if params is group["params"] else self._parts
-        key = id(group) if params is group["params"] else tuple(map(id, params))
-        known.pop(key, None)
-        if part.keeps and len(part.params) == len(params):
-            known[key] = part
+                again.append(Work(item.group, *layer))
+        return Part(options, params, grads, state), options
 
     def _forget(self, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Drop the batches of groups and of state that the optimizer does not have any more, and the oldest parts."""
-        here = {id(group) for group in groups}
-        self._groups = {key: part for key, part in self._groups.items() if key in here and part.state is state}
-        allowed = PARTS * sum(len(group["params"]) for group in groups)
-        members = sum(map(len, self._parts))
-        for key, part in list(self._parts.items()):
-            if members > allowed or part.state is not state:
-                del self._parts[key]
-                members -= len(key)  # one id for each parameter
-        if len(self._parts) > 1 and not all(part.is_current for part in self._parts.values()):
-            everyone = {id(p) for group in groups for p in group["params"]}
-            self._parts = {key: part for key, part in self._parts.items() if everyone.issuperset(key)}
+        """Drop the batches of what the optimizer does not have any more, and the oldest if there are too many."""
+        here = {id(group) for group in groups} | {id(p) for group in groups for p in group["params"]}
+        left = PARTS * sum(len(group["params"]) for group in groups)
+        kept = []
+        for key, part in reversed(self._parts.items()):
+            left -= len(part.params)
+            if left >= 0 and part.state is state and here.issuperset(key):
+                kept.append((key, part))
+        self._parts = dict(reversed(kept))
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether these parameters have batches that clip in the same pass, with the bits of a separate pass."""
         part = self._parts.get(tuple(map(id, params)))
-        return part is not None and all(isinstance(b, DeviceBatch) and b.clips_exactly for b, _ in part.batches)
+        return part is not None and all(batch.clips_exactly for batch, _ in part.batches)
 
     def choices(self, group: dict[str, Any], state: State) -> list[Choice]:
         """The tiers of a group's parameters: as decided at the last step, or as they would be decided now."""
         options = self._options.of(group)
-        part = self._groups.get(id(group))
+        part = self._parts.get(Work(group, group["params"], None).key)
         decided = part.choices if part is not None and part.options.kind == options.kind else {}
-        found = [decided.get(id(p)) or self._would_choose(options, p, state) for p in group["params"]]
+        found = [decided.get(id(p)) or _would_choose(options, p, state) for p in group["params"]]
         slow = why_no_reader()
         return [
             choice._replace(reason=f"{choice.reason}; addresses are read in Python: {slow}")
@@ -182,26 +153,22 @@ class Engine:
             for choice in dict.fromkeys(found)
         ]
 
-    def _would_choose(self, options: Options, p: Tensor, state: State) -> Choice:
-        if self._rule.matrix is not None:
-            return WHOLE
-        like = _real(local(p).detach())
-        entry = state.get(p) or {}
-        tensors = [like, like]
-        for slot in options.slots:
-            if slot.key in options.tensor_keys:
-                there = entry.get(slot.key)
-                missing = like if slot.dtype is None else torch.empty_like(like, dtype=slot.dtype)
-                tensors.append(_real(local(there)) if isinstance(there, Tensor) else missing)
-        program = None if options.h.differentiable else options.program()
-        try:
-            return choose(self._rule, options.h, program, tensors, options.form)
-        except RuntimeError as error:
-            return Choice("none", str(error))
 
-
-def _has_gradients(group: dict[str, Any], params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
-    return any(p.grad is not None for p in params) if grads is None else any(g is not None for g in grads)
+def _would_choose(options: Options, p: Tensor, state: State) -> Choice:
+    if options.rule.matrix is not None:
+        return WHOLE
+    like = _real(local(p).detach())
+    entry = state.get(p) or {}
+    tensors = [like, like]
+    for slot in options.slots:
+        if slot.key in options.tensor_keys:
+            there = entry.get(slot.key)
+            missing = like if slot.dtype is None else torch.empty_like(like, dtype=slot.dtype)
+            tensors.append(_real(local(there)) if isinstance(there, Tensor) else missing)
+    try:
+        return choose(options, tensors)
+    except RuntimeError as error:
+        return Choice("none", str(error))
 
 
 def _real(t: Tensor) -> Tensor:

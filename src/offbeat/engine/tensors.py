@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat._torch import is_fake, local_tensor
-
-__all__ = [
-    "compute_dtype",
-    "distributed_like",
-    "flat",
-    "has_storage",
-    "has_values",
-    "is_dense",
-    "is_dtensor",
-    "is_plain",
-    "laid_out_like",
-    "local",
-    "match_layout",
-    "same_layout",
-]
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _HALF = (torch.float16, torch.bfloat16)
@@ -73,12 +59,9 @@ def has_values(t: Tensor) -> bool:
     return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
 
 
-def compute_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype to compute in: the widest of the operands' dtypes, and at least float32."""
-    dtype = tensors[0].dtype
-    for t in tensors[1:]:
-        if t.dtype != dtype:
-            dtype = torch.promote_types(dtype, t.dtype)
+    dtype = functools.reduce(torch.promote_types, dtypes)
     return torch.float32 if dtype in _HALF else dtype
 
 
@@ -110,11 +93,15 @@ def match_layout(t: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
 
 
-def laid_out_like(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` with the strides of ``like``, which is dense; a copy if they differ."""
-    if t.stride() == like.stride():
-        return t
-    return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
+def cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
+    """Tensors of one shape in pieces of so many elements, along their memory; whole if they do not lie alike."""
+    p = row[0]
+    if p.numel() <= elements or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in row):
+        yield row
+        return
+    lines = [flat(t.detach()) for t in row]
+    for start in range(0, p.numel(), elements):
+        yield [line[start : start + elements] for line in lines]
 
 
 def flat(t: Tensor) -> Tensor:

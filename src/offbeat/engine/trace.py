@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from offbeat.engine.tensors import compute_dtype
 from offbeat.rules.ops import OPERATIONS, where
 from offbeat.rules.rule import Rule
-
-__all__ = ["Constant", "Instruction", "Program", "Tracer", "Value", "trace"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ class Instruction:
     args: tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A traced update.
+    """A traced update. Each is traced once, so two programs are equal only if they are the same object.
 
     Attributes:
         tensors: the names of the tensor inputs, ``p`` and ``g`` first, then the state.
@@ -59,6 +60,27 @@ class Program:
     def scalar(self, number: int) -> bool:
         """Whether an instruction's value is one number for the whole tensor."""
         return self.instructions[number].op == "scalar"
+
+
+@dataclass(frozen=True)
+class TypedProgram:
+    """A program with the dtypes of its tensors: what a kernel is made from.
+
+    Attributes:
+        program: the traced update.
+        dtypes: the dtypes of p, g and the state, and with ``kahan`` of the rounding errors.
+        formats: how p, g and each state tensor are stored, if not all of them ``plain``: see
+            :mod:`offbeat.engine.codec`.
+    """
+
+    program: Program
+    dtypes: tuple[torch.dtype, ...]
+    formats: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def compute(self) -> torch.dtype:
+        """The dtype to compute in."""
+        return compute_dtype(self.dtypes)
 
 
 class Value:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from offbeat.engine.tensors import has_values
 
-__all__ = ["is_unbegun", "mark_unbegun"]
-
 
 def mark_unbegun(t: Tensor) -> None:
     """Mark a state tensor as one that has not seen a step."""

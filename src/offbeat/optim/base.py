@@ -15,7 +15,7 @@ from offbeat import _torch
 from offbeat.engine.choice import Choice, is_capturing
 from offbeat.engine.exchange import check_same_parameters
 from offbeat.engine.extras import NOTHING, Extras, Work
-from offbeat.engine.options import Sharing, hyperparameters
+from offbeat.engine.options import Options, Sharing, hyperparameters
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
@@ -123,7 +123,7 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work: list[Work] = [(group, group["params"], None) for group in self.param_groups]
+        work = [Work(group, group["params"], None) for group in self.param_groups]
         self._run(work, self._extras(clip, zero_grad))
         return loss
 
@@ -157,7 +157,7 @@ class RuleOptimizer(Optimizer):
 
     def check_gradients(self) -> None:
         """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
-        self._engine.check([(group, group["params"], None) for group in self.param_groups], self._own_state())
+        self._engine.check([Work(group, group["params"], None) for group in self.param_groups], self._own_state())
 
     def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
@@ -184,7 +184,7 @@ class RuleOptimizer(Optimizer):
         ranks = dist.get_process_group_ranks(process_group)
         own = dist.new_group(ranks, use_local_synchronization=True)
         self._sharing = Sharing(own, exact) if len(ranks) > 1 else None
-        self._engine.share(self._sharing)
+        self._engine = Engine(self.rule, self._sharing)
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
@@ -192,8 +192,7 @@ class RuleOptimizer(Optimizer):
         If so, the result has the bits of a separate multiplication. Known after the first step of these parameters.
         """
         params = list(params)
-        work = self._by_group(params, params)
-        return all(self._engine.clips_exactly(mine) for _, mine, _ in work)
+        return all(self._engine.clips_exactly(item.params) for item in self._by_group(params, params))
 
     def _by_group(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Work]:
         work: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
@@ -201,7 +200,7 @@ class RuleOptimizer(Optimizer):
             mine = work.setdefault(self._group_of(p), ([], []))
             mine[0].append(p)
             mine[1].append(g)
-        return [(self.param_groups[i], *lists) for i, lists in work.items()]
+        return [Work(self.param_groups[i], *lists) for i, lists in work.items()]
 
     def _group_of(self, p: Tensor) -> int:
         """The position of the group that a parameter is in. Groups may change at any time, so this is checked."""
@@ -240,7 +239,8 @@ class RuleOptimizer(Optimizer):
         if "capturable" not in self.defaults:
             return
         # torch's check is slow even if there is nothing to find.
-        if any(group["capturable"] for group in self.param_groups) or is_capturing() or _uses_xpu():
+        xpu = torch.xpu.is_initialized()  # type: ignore[no-untyped-call]
+        if any(group["capturable"] for group in self.param_groups) or is_capturing() or xpu:
             _torch.check_capture(self)
 
     def _own_state(self) -> State:
@@ -258,12 +258,10 @@ class RuleOptimizer(Optimizer):
         state = self._own_state()
         with torch.no_grad():
             for group in self.param_groups:
-                h = hyperparameters({**FLAGS, **group})
-                slots = kept_slots(self.rule, h)
-                counts = any(slot.key == "step" for slot in slots)
-                _, created = new_state(slots, h, group["params"], state)
+                options = Options(self.rule, group)
+                _, created = new_state(options.slots, options.h, group["params"], state)
                 for p, key, value in created:
-                    if self.rule.first_step_differs(h) and not counts:
+                    if options.marks:
                         mark_unbegun(value)
                     state[p][key] = value
 
@@ -314,8 +312,7 @@ class RuleOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._engine, self._places = Engine(self.rule), {}
-        self._engine.share(self._sharing)
+        self._engine, self._places = Engine(self.rule, self._sharing), {}
         self._own_state()
         for group in self.param_groups:
             for name in self._options():
@@ -329,10 +326,6 @@ class RuleOptimizer(Optimizer):
         text = super().__repr__()
         lines = [f"    tier of group {i}: {choice}" for i, choice in enumerate(self.tiers())]
         return text.removesuffix(")") + "\n".join(lines) + "\n)"
-
-
-def _uses_xpu() -> bool:
-    return bool(torch.xpu.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _check_flags(rule: Rule, options: dict[str, Any]) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.engine.counters import new_scalars, scalar_dtype
 from offbeat.engine.gradients import check_alike, check_shape
 from offbeat.engine.member import kept_keys
 from offbeat.engine.precision import converted, in_numbers
+from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local
 from offbeat.rules.rule import PRECISION, Slot, Values
@@ -52,7 +52,7 @@ def loaded(
     optimizer: Optimizer, state_dict: dict[str, Any], slots: Callable[[dict[str, Any]], tuple[Slot, ...]]
 ) -> tuple[State, list[dict[str, Any]]]:
     """State and groups for ``optimizer`` from a state dict; neither of the two is changed or shared."""
-    groups, saved = optimizer.param_groups, deepcopy(_without_state(state_dict))
+    groups, saved = optimizer.param_groups, deepcopy(list(state_dict["param_groups"]))
     if len(groups) != len(saved):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(saved)}, "
@@ -68,7 +68,7 @@ def loaded(
     state, new_groups = State(), []
     for mine, theirs in zip(groups, saved, strict=True):
         fresh_group = {**theirs, "params": mine["params"]}
-        for name in PRECISION:  # how numbers are stored is this optimizer's affair; they are converted
+        for name in PRECISION:  # this optimizer decides how numbers are stored; loaded state is converted
             fresh_group.pop(name, None)
             if name in mine:
                 fresh_group[name] = mine[name]
@@ -99,10 +99,6 @@ def loaded(
         if key not in known:
             state[key] = deepcopy(value)
     return state, new_groups
-
-
-def _without_state(state_dict: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(state_dict["param_groups"])
 
 
 def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import pytree
+from offbeat.engine.gradients import check_gradient
 from offbeat.engine.loop import evaluate
 from offbeat.engine.options import hyperparameters
-from offbeat.engine.scalars import TensorArithmetic, wide_dtype, work_out
-from offbeat.engine.tensors import compute_dtype
-from offbeat.errors import GradientError
+from offbeat.engine.scalars import tensor_numbers
 from offbeat.optim.lookup import rule_class
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
@@ -114,13 +113,7 @@ class PureOptimizer:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if g is None:
             return p, state
-        if not isinstance(g, Tensor):
-            raise TypeError(f"a gradient must be a Tensor or None, but got {type(g).__name__}")
-        if g.shape != p.shape or g.dtype != p.dtype:
-            raise GradientError(
-                f"a gradient of shape {tuple(g.shape)} and dtype {g.dtype} was given for a parameter of shape "
-                f"{tuple(p.shape)} and dtype {p.dtype}; give one that fits, or cast it"
-            )
+        check_gradient(self.rule, h, p, g)
         slots = self._slots(h)
         missing = [slot.key for slot in slots if slot.key not in state]
         if missing:
@@ -130,16 +123,15 @@ class PureOptimizer:
             )
         keys = [slot.key for slot in slots if not slot.scalar]
         stored = {slot.key: state[slot.key] for slot in slots if slot.scalar}
-        before = stored | {"step": stored["step"].to(wide_dtype(p.device))}
-        arithmetic = TensorArithmetic({key: t.dtype for key, t in stored.items()}, p.device)
         # init() has given late state its value: hyperparameters cannot change between it and the first step.
-        numbers = work_out(self.rule, h, [replace(slot, late=False) for slot in slots], before, arithmetic, first=False)
+        begun = [replace(slot, late=False) for slot in slots]
+        numbers = tensor_numbers(self.rule, h, begun, stored, p.device, first=False)
         advanced = {key: value.to(stored[key].dtype) for key, value in numbers.stored.items()}
         tensors = [p, g, *(state[key] for key in keys)]
         if p.is_complex():
             tensors = [torch.view_as_real(t) for t in tensors]
         scalars = {**numbers.coefficients, **self.rule.structure(h)}
-        values = evaluate(self.rule.apply, ("p", "g", *keys), tensors, scalars, compute_dtype(tensors))
+        values = evaluate(self.rule, ("p", "g", *keys), tensors, scalars)
         results = [v.to(t.dtype) for v, t in zip(values, [tensors[0], *tensors[2:]], strict=True)]
         if p.is_complex():
             results = [torch.view_as_complex(t) for t in results]

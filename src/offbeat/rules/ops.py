@@ -129,6 +129,10 @@ minimum = _operation(
     "min", min, _like(torch.minimum), "{0} < {1} || {0} != {0} ? {0} : {1}",
     "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})", foreach="minimum",
 )  # fmt: skip
+# For numbers, not for updates: a power of a base of at least 0, and rounding to float32.
+_operation("pow", operator.pow, torch.pow, "__builtin_pow{f}({0}, {1})", "tl.exp2({1} * tl.log2({0}))")
+_operation("round", float, lambda x: x.float().to(x.dtype), "(C)(float){0}", "{0}.to(tl.float32).to(tl.float64)")
+
 #: ``where(condition, a, b)``: ``a`` where the condition holds, ``b`` elsewhere.
 where = _operation(
     "where", lambda condition, a, b: a if condition else b, _where_tensor, "{0} ? {1} : {2}", "tl.where({0}, {1}, {2})"

@@ -21,8 +21,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-__all__ = ["CompilerError", "load", "why_no_compiler"]
-
 #: Contraction is off so that an element's new value does not depend on where in a tensor it stands.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
 COMPILE_SECONDS = 120
@@ -32,13 +30,15 @@ class CompilerError(RuntimeError):
     """A kernel could not be compiled or loaded; the message says why."""
 
 
+def find_compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> tuple[str, ...] | None:
+    """The command that an environment variable holds (it may have arguments), else the first of ``names``."""
+    return _find(os.environ.get(variable, ""), names)
+
+
 @functools.cache
-def find_compiler() -> tuple[str, ...] | None:
-    """The C compiler's command: ``$CC`` if set (it may have arguments), else the first of cc, gcc and clang."""
-    if given := shlex.split(os.environ.get("CC", "")):
-        found = shutil.which(given[0])
-        return (found, *given[1:]) if found else None
-    return next(((found,) for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    commands = [shlex.split(given)] if given.strip() else [[name] for name in names]
+    return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
 
 
 def why_no_compiler() -> str | None:
@@ -54,9 +54,15 @@ def why_no_compiler() -> str | None:
 
 
 @functools.cache
+def version_of(compiler: tuple[str, ...]) -> str:
+    """What the compiler says of itself. Raises :class:`CompilerError`."""
+    return _run([*compiler, "--version"]).stdout
+
+
+@functools.cache
 def _fingerprint() -> str:
     """Compiler and processor: a library built by or for another is not reused."""
-    version = _run([*(find_compiler() or ()), "--version"]).stdout
+    version = version_of(find_compiler() or ())
     try:
         cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         cpu = "\n".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features")))
@@ -72,7 +78,7 @@ def cache_directory() -> Path:
     else:
         try:
             directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
-        except RuntimeError:  # nobody knows where this user is at home
+        except RuntimeError:  # the user has no home directory
             return _private_directory()
     if problem := _why_not_trusted(directory):
         _warn_once(
@@ -128,8 +134,11 @@ def load(source: str) -> ctypes.CDLL:
         except OSError:  # damaged, or built for another system: build it anew
             pass
     problem: OSError | None = None
-    for threads in ("torch's", "own"):
-        _build(source, path, own_threads=threads == "own")
+    for own_threads in (False, True):
+        try:
+            _build(find_compiler() or (), source, path, own_threads)
+        except OSError as error:
+            raise CompilerError(f"a kernel could not be written to {path.parent}: {error}") from error
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
@@ -138,16 +147,7 @@ def load(source: str) -> ctypes.CDLL:
     raise CompilerError(f"a compiled kernel could not be loaded: {problem}") from problem
 
 
-def _build(source: str, path: Path, own_threads: bool) -> None:
-    compiler = find_compiler()
-    assert compiler is not None
-    try:
-        _build_in(compiler, source, path, own_threads)
-    except OSError as error:
-        raise CompilerError(f"a kernel could not be written to {path.parent}: {error}") from error
-
-
-def _build_in(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool) -> None:
+def _build(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as work:
         code, obj, lib = (Path(work) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
         code.write_text(source)

@@ -1,4 +1,8 @@
-"""A compiled update on the CPU: called with tables of addresses, updates many tensors in one pass over memory."""
+"""A traced update as one C kernel that updates many tensors in one pass over memory.
+
+The kernel reads tables of addresses, so no tensor moves. Work is divided by elements, not by tensors: threads take
+chunks of all elements in order, whatever the sizes of the tensors.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from typing import Any
 import torch
 
 from offbeat.engine.cpu.compiler import CompilerError, load, why_no_compiler
-from offbeat.engine.cpu.source import kernel_source
-from offbeat.engine.trace import Program
+from offbeat.engine.trace import Constant, TypedProgram
+from offbeat.rules.ops import OPERATIONS
 
-__all__ = ["CpuKernel", "cpu_kernel", "kernel_or_reason"]
+SUPPORTED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 #: Below this many elements a second thread costs more than it gains.
 ELEMENTS_A_THREAD = 1 << 15
@@ -30,8 +34,8 @@ class CpuKernel:
     0 is left alone.
     """
 
-    def __init__(self, program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> None:
-        library = load(kernel_source(program, dtypes, compute))
+    def __init__(self, typed: TypedProgram) -> None:
+        library = load(_kernel_source(typed))
         library.offbeat_step.argtypes = (ctypes.c_void_p, ctypes.c_int64)
         library.offbeat_step.restype = None
         self._step = library.offbeat_step
@@ -52,25 +56,120 @@ class CpuKernel:
         self._step(job.buffer_info()[0], threads)
 
 
+def cpu_kernel(typed: TypedProgram) -> CpuKernel | str:
+    """The kernel, compiled on first use, or the reason there is none."""
+    return why_no_compiler() or _compiled(typed)
+
+
 @functools.lru_cache(maxsize=1024)
-def cpu_kernel(program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> CpuKernel:
-    """The kernel for these dtypes, compiled on first use. Raises :class:`CompilerError`."""
-    return CpuKernel(program, dtypes, compute)
-
-
-def kernel_or_reason(program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype) -> CpuKernel | str:
-    """The kernel, or the reason there is none."""
-    return _kernel_or_reason(program, dtypes, compute, why_no_compiler())
-
-
-@functools.lru_cache(maxsize=4096)
-def _kernel_or_reason(
-    program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, no_compiler: str | None
-) -> CpuKernel | str:
+def _compiled(typed: TypedProgram) -> CpuKernel | str:
     # A failure is remembered, so that a compiler that cannot do it is asked once and not at every step.
-    if no_compiler:
-        return no_compiler
     try:
-        return cpu_kernel(program, dtypes, compute)
+        return CpuKernel(typed)
     except CompilerError as error:
         return str(error)
+
+
+_TYPES = """
+typedef long long i64;
+typedef float f32;
+typedef double f64;
+typedef unsigned short bf16;
+typedef unsigned int u32;
+"""
+
+_HELPERS = {
+    "bf16": """
+static inline f32 load_bf16(bf16 x) { union { u32 u; f32 f; } v; v.u = (u32)x << 16; return v.f; }
+static inline bf16 store_bf16(f32 x) {
+  union { f32 f; u32 u; } v; v.f = x;
+  u32 rounded = (v.u + 0x7fffu + ((v.u >> 16) & 1u)) >> 16;
+  return x != x ? (bf16)0x7fc0 : (bf16)rounded;
+}
+""",
+    "f16": """
+typedef _Float16 f16;
+static inline f32 load_f16(f16 x) { return (f32)x; }
+static inline f16 store_f16(f32 x) { return (f16)x; }
+""",
+    "f32": """
+static inline f32 load_f32(f32 x) { return x; }
+static inline f32 store_f32(f32 x) { return x; }
+""",
+    "f64": """
+static inline f64 load_f64(f64 x) { return x; }
+static inline f64 store_f64(f64 x) { return x; }
+""",
+}
+
+_THREADS = """
+extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
+
+struct job {
+  i64 tensors, elements, chunk, next;
+  const i64 *numel, *chosen;
+  const f64 *coefficients;
+  const i64 *column[COLUMNS];
+};
+
+/* Where a thread stands in the tensors laid end to end; one without a gradient has no elements. */
+struct place { i64 tensor, offset; };
+
+static void part(const struct job *job, struct place *at, i64 first, i64 last) {
+  for (; at->tensor < job->tensors; ++at->tensor) {
+    i64 i = at->tensor, numel = job->column[1][i] ? job->numel[i] : 0;
+    i64 begin = first - at->offset, end = last - at->offset;
+    if (begin < 0) begin = 0;
+    if (begin < numel && end > begin) tensor(job, i, begin, end < numel ? end : numel);
+    if (end < numel) return;
+    at->offset += numel;
+    if (end == numel) { ++at->tensor; return; }
+  }
+}
+
+/* Chunks are taken in order, so that a thread that is held up takes fewer of them. */
+static void worker(void *data) {
+  struct job *job = data;
+  struct place at = {0, 0};
+  for (;;) {
+    i64 first = __atomic_fetch_add(&job->next, job->chunk, __ATOMIC_RELAXED);
+    if (first >= job->elements) return;
+    part(job, &at, first, first + job->chunk < job->elements ? first + job->chunk : job->elements);
+  }
+}
+
+void offbeat_step(struct job *job, i64 threads) {
+  if (threads > 1) GOMP_parallel(worker, job, threads, 0);
+  else worker(job);
+}
+"""
+
+
+def _kernel_source(typed: TypedProgram) -> str:
+    """The C source of a program."""
+    program, dtypes = typed.program, typed.dtypes
+    kinds = [SUPPORTED[dtype] for dtype in dtypes]
+    c = SUPPORTED[typed.compute]
+    suffix = "" if c == "f64" else "f"
+    lines = [f"#define COLUMNS {len(dtypes)}", _TYPES, *(_HELPERS[kind] for kind in sorted({*kinds, c}))]
+    lines += [f"typedef {c} C;", "struct job;", "static void tensor(const struct job *, i64, i64, i64);", _THREADS]
+    lines += ["static void tensor(const struct job *job, i64 i, i64 begin, i64 end) {"]
+    for column, kind in enumerate(kinds):
+        const = "const " if column == 1 else ""
+        lines.append(f"  {const}{kind} *restrict t{column} = ({const}{kind} *)job->column[{column}][i];")
+    count = len(program.coefficients)
+    lines.append(f"  const f64 *coefficient = job->coefficients + job->chosen[i] * {count};")
+    for i in range(count):
+        lines.append(f"  const C v{len(dtypes) + i} = (C)coefficient[{i}];")
+    lines.append("  for (i64 j = begin; j < end; ++j) {")
+    for number, one in enumerate(program.instructions):
+        if one.op == "tensor":
+            lines.append(f"    const C v{number} = load_{kinds[number]}(t{number}[j]);")
+        elif one.op != "scalar":
+            args = [f"(C){a.value!r}" if isinstance(a, Constant) else f"v{a}" for a in one.args]
+            kind = "int" if OPERATIONS[one.op].compares else "C"
+            lines.append(f"    const {kind} v{number} = {OPERATIONS[one.op].c.format(*args, f=suffix)};")
+    for column, output in zip([0, *range(2, len(dtypes))], program.outputs, strict=True):
+        lines.append(f"    t{column}[j] = store_{kinds[column]}(v{output});")
+    lines += ["  }", "}"]
+    return "\n".join(lines) + "\n"

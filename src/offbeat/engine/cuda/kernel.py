@@ -8,13 +8,14 @@ import importlib
 import importlib.util
 import linecache
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat import _torch
+from offbeat.engine.codec import scaled_columns
 from offbeat.engine.cuda.source import (
     NEAREST,
     NEAREST_BY_BITS,
@@ -22,29 +23,16 @@ from offbeat.engine.cuda.source import (
     QUOTIENT,
     Variant,
     is_rough,
-    scaled_columns,
     triton_source,
 )
 from offbeat.engine.cuda.table import BLOCK, DeviceTable
-from offbeat.engine.trace import Program
-
-__all__ = [
-    "NumberKernel",
-    "TritonError",
-    "TritonKernel",
-    "can_compile",
-    "is_interpreting",
-    "triton_kernel",
-    "why_no_triton",
-]
+from offbeat.engine.trace import TypedProgram
 
 #: Warps a block, which gives 8 elements a thread.
 WARPS = 4
 #: The most registers a thread may have where state is in 8 bits. The ends of tensors alone would need twice as many,
 #: and half as many threads would be left to hide the latency of memory.
 REGISTERS = 48
-#: Parameters whose coefficients one block computes.
-NUMBERS = 128
 
 
 class TritonError(RuntimeError):
@@ -74,64 +62,39 @@ def why_no_triton(device: torch.device) -> str | None:
     return None
 
 
-class TritonKernel:
-    """The update for one combination of dtypes, with a kernel for each :class:`Variant` that is asked for.
+def compile_kernel(typed: TypedProgram, variant: Variant, device: torch.device) -> Any:
+    """The compiled update; a tensor whose gradient has the address 0 is left alone. Raises :class:`TritonError`."""
+    scalars = [typed.compute] if variant.by_row else [1.5] * len(typed.program.coefficients)
+    extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
+    kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
+    registers = REGISTERS if scaled_columns(typed.formats) else None
+    return compile_source(triton_source(typed, variant), kinds, BLOCK, device, is_rough(typed), registers)
 
-    A tensor whose gradient has the address 0 is left alone.
+
+def why_no_kernel(typed: TypedProgram, variant: Variant, device: torch.device) -> str | None:
+    """The reason there is no kernel for this, or None if there is one; compiles it to find out."""
+    return why_no_triton(device) or _why_not_compiled(typed, variant, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _why_not_compiled(typed: TypedProgram, variant: Variant, device: torch.device) -> str | None:
+    try:
+        compile_kernel(typed, variant, device)
+    except TritonError as error:
+        return str(error)
+    return None
+
+
+def bind_kernel(typed: TypedProgram, variant: Variant, table: DeviceTable, words: Tensor) -> Callable[..., None]:
+    """The launch for a table with this content: call it with coefficients and then extras.
+
+    Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
+    that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
     """
-
-    def __init__(
-        self, program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, formats: tuple[str, ...] = ()
-    ) -> None:
-        self.program, self.dtypes, self.compute, self.formats = program, dtypes, compute, formats
-
-    def compile(self, variant: Variant, device: torch.device) -> Any:
-        """The compiled kernel. Raises :class:`TritonError`."""
-        numbers = [1.5] * len(self.program.coefficients)
-        scalars = [self.compute] if variant.by_row else numbers
-        extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
-        kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
-        source = triton_source(self.program, self.dtypes, self.compute, variant, self.formats)
-        registers = REGISTERS if scaled_columns(self.formats) else None
-        return compile_source(source, kinds, BLOCK, device, is_rough(self.dtypes, self.formats), registers)
-
-    def bind(self, table: DeviceTable, variant: Variant, words: Tensor | None = None) -> Callable[..., None]:
-        """The launch for a table: call it with coefficients and then extras.
-
-        Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
-        that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
-
-        Args:
-            words: the table's content, if not the current one.
-        """
-        words = table.words if words is None else words
-        if not table.programs:
-            return lambda *numbers: None
-        compiled = self.compile(variant, table.device)
-        return bind(compiled, table.programs, table.device, (table.blocks, words, table.tensors), BLOCK)
-
-
-class NumberKernel:
-    """A kernel that computes coefficients on the device; see :func:`~offbeat.engine.cuda.symbols.number_source`.
-
-    Args:
-        source: its source, given whether it is guarded.
-        compute: the dtype of the rows it writes.
-        tensors: the dtypes of the 0-d tensors it reads.
-    """
-
-    def __init__(
-        self, source: Callable[[bool], str], compute: torch.dtype, tensors: Sequence[torch.dtype] = ()
-    ) -> None:
-        self.source = source
-        self._types = [torch.int64, compute, 2, *tensors]
-
-    def bind(self, words: Tensor, rows: Tensor, *, guarded: bool) -> Callable[..., None]:
-        """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""
-        source = self.source(guarded)
-        compiled = compile_source(source, (*self._types, *([torch.float32] if guarded else [])), NUMBERS, words.device)
-        programs = -(-len(rows) // NUMBERS)
-        return bind(compiled, programs, words.device, (words, rows, len(rows)), NUMBERS)
+    if not table.programs:
+        return lambda *numbers: None
+    compiled = compile_kernel(typed, variant, table.device)
+    return bind(compiled, table.programs, table.device, (table.blocks, words, table.tensors), BLOCK)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -207,31 +170,6 @@ def _launcher(compiled: Any, programs: int) -> Callable[..., None]:
 
 def _address(a: Any) -> Any:
     return a.data_ptr() if isinstance(a, Tensor) else a
-
-
-@functools.lru_cache(maxsize=1024)
-def triton_kernel(
-    program: Program, dtypes: tuple[torch.dtype, ...], compute: torch.dtype, formats: tuple[str, ...] = ()
-) -> TritonKernel:
-    """The kernels for these dtypes and formats; each is compiled on first use."""
-    return TritonKernel(program, dtypes, compute, formats)
-
-
-@functools.lru_cache(maxsize=4096)
-def can_compile(
-    program: Program,
-    dtypes: tuple[torch.dtype, ...],
-    compute: torch.dtype,
-    variant: Variant,
-    device: torch.device,
-    formats: tuple[str, ...] = (),
-) -> bool:
-    """Whether a variant compiles; it is compiled to find out."""
-    try:
-        triton_kernel(program, dtypes, compute, formats).compile(variant, device)
-    except TritonError:
-        return False
-    return True
 
 
 @functools.lru_cache(maxsize=1024)

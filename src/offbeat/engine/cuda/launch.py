@@ -8,167 +8,175 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from offbeat.engine.cuda.kernel import TritonError, can_compile, triton_kernel
-from offbeat.engine.cuda.numbers import DeviceNumbers, StoredOnDevice
-from offbeat.engine.cuda.source import Variant
+from offbeat.engine.batch import Batch
+from offbeat.engine.choice import is_capturing
+from offbeat.engine.cuda.kernel import bind_kernel, why_no_kernel
+from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.table import DeviceTable, copy_from_host
 from offbeat.engine.extras import NOTHING, Extras
-from offbeat.engine.trace import Program
-from offbeat.rules.rule import Values
+from offbeat.engine.options import Options
+from offbeat.engine.scalars import CoefficientSets
+from offbeat.engine.state import State
+from offbeat.engine.trace import TypedProgram
 
-__all__ = ["DeviceRun"]
 
+class Launches:
+    """The launches of a program over tensors of these sizes.
 
-class DeviceRun:
-    """The launches for some parameters of one device and one combination of dtypes.
-
-    Args:
-        stored: the stored scalars, if coefficients are computed on the device from them.
-        h: the hyperparameters they are computed from at first.
-        form: the forms in which p, g and state are stored, if not all are plain.
-        scales: columns of scales for those stored in 8 bits.
+    Attributes:
+        table: the addresses on the device.
     """
 
     def __init__(
         self,
-        program: Program,
-        dtypes: tuple[torch.dtype, ...],
-        compute: torch.dtype,
+        typed: TypedProgram,
         numel: Sequence[int],
         device: torch.device,
-        stored: StoredOnDevice | None,
-        h: Values,
-        form: tuple[str, ...],
-        scales: Sequence[Sequence[Tensor]],
+        places: Sequence[array[int]] = (),
+        tail: int = 0,
     ) -> None:
-        self.program, self.compute = program, compute
-        self.kernel = triton_kernel(program, dtypes, compute, form)
-        self._scales = [array("q", [t.data_ptr() for t in column]) for column in scales]
-        self._device, self._numel, self._columns = device, numel, len(dtypes)
-        self._every_row = array("q", range(len(numel)))
-        self._stored = stored
-        self._past: list[Any] = []
-        self._forget_launches()
-        if stored is None:
-            self.table = DeviceTable(len(dtypes), numel, device, self._scales)
-        else:
-            self._begin(h)
-
-    def can_compile(self, variant: Variant) -> bool:
-        """Whether a variant of the kernel compiles; it is compiled to find out."""
-        kernel = self.kernel
-        return can_compile(kernel.program, kernel.dtypes, kernel.compute, variant, self._device, kernel.formats)
-
-    def with_sets(
-        self,
-        addresses: Sequence[array[int]],
-        chosen: array[int] | None,
-        sets: Sequence[dict[str, Any]],
-        extras: Extras,
-    ) -> None:
-        """Run with sets of coefficients from the host; ``chosen`` is the set of each parameter (None: the first)."""
-        names = self.program.coefficients
-        if len(sets) == 1 and self.compute == torch.float32:
-            self.table.send(addresses)
-            row = sets[0]
-            self._launch([row[name] for name in names], extras)
-            return
-        self.table.send(addresses, chosen if chosen is not None else array("q", bytes(8 * len(self._every_row))))
-        kind = "f" if self.compute == torch.float32 else "d"
-        values = array(kind, [row[name] for row in sets for name in names])
-        rows = torch.empty(max(1, len(values)), dtype=self.compute, device=self._device)
-        copy_from_host(values, rows[: len(values)])
-        self._launch([rows], extras, by_row=True)
-
-    def fits(self, h: Values) -> bool:
-        """Whether the kernel that computes coefficients is right for these hyperparameters."""
-        assert self._stored is not None
-        return self._numbers is None or self._numbers.fits(h, first=self._stored.first)
-
-    def from_now_on(self, stored: StoredOnDevice) -> None:
-        """Compute coefficients from these scalars: the same columns, after the first step."""
-        self._stored = stored
-
-    def with_stored(self, addresses: Sequence[array[int]], h: Values, extras: Extras, *, capturing: bool) -> None:
-        """Run with coefficients computed on the device, and store the new scalars there.
-
-        Args:
-            capturing: whether a graph is being captured. Its replays must not see what later steps send.
-        """
-        if not self.fits(h):
-            if self.table.is_captured:
-                self._past.append((self.table, self.rows))
-            self._begin(h)
-        numbers = self._numbers
-        tail = array("d") if numbers is None else numbers.tail(h)
-        words: Tensor | None = None
-        if capturing:
-            words = self.table.freeze(addresses, self._every_row, tail)
-        else:
-            self.table.send(addresses, self._every_row, tail)
-        if numbers is not None:
-            guard = extras.found_inf
-            launch = self._bound.get(guard is not None) if words is None else None
-            if launch is None:
-                content = self.table.words if words is None else words
-                launch = numbers.kernel.bind(content, self.rows, guarded=guard is not None)
-                if words is None:
-                    self._bound[guard is not None] = launch
-            launch(*numbers.tensors(h, self._device), *([] if guard is None else [guard]))
-        else:
-            self._rows_by_torch(addresses, h, extras)
-        self._launch([self.rows], extras, by_row=True, words=words)
-
-    def _begin(self, h: Values) -> None:
-        """Make the table, and the kernel that computes coefficients if the rule allows one."""
-        stored = self._stored
-        assert stored is not None
-        names = self.program.coefficients
-        self._forget_launches()
-        columns = self._columns + len(self._scales)
-        self._numbers = DeviceNumbers.make(stored, h, names, self.compute, columns)
-        places = [array("q", [t.data_ptr() for t in column.tensors]) for column in stored.columns]
-        tail = 0 if self._numbers is None else len(self._numbers.tail(h))
-        self.table = DeviceTable(self._columns, self._numel, self._device, [*self._scales, *places], tail)
-        shape = (len(self._numel), len(names))
-        self.rows = torch.empty(shape, dtype=self.compute, device=self._device)
-        if self._numbers is not None:
-            try:
-                for guarded in (False, True):
-                    self._bound[guarded] = self._numbers.kernel.bind(self.table.words, self.rows, guarded=guarded)
-            except TritonError:
-                self._numbers = None
-
-    def _forget_launches(self) -> None:
+        self._typed = typed
+        self.table = DeviceTable(len(typed.dtypes), numel, device, places, tail)
         self._bound: dict[Any, Callable[..., None]] = {}
-        self._plain: list[Callable[..., None] | None] = [None, None]  # without extras: with one set, with rows
 
-    def _rows_by_torch(self, addresses: Sequence[array[int]], h: Values, extras: Extras) -> None:
-        assert self._stored is not None
-        active = None if extras.found_inf is None else extras.found_inf == 0
-        if 0 in addresses[1]:
-            here = torch.tensor([address != 0 for address in addresses[1]]).to(self._device)
-            active = here if active is None else here & active
-        self._stored.by_torch(h, self.program.coefficients, self.rows, active)
+    def needs_rows(self, sets: CoefficientSets) -> bool:
+        """Whether these coefficients are too many, or too wide, for arguments of a kernel."""
+        return len(sets.sets) > 1 or self._typed.compute != torch.float32
 
-    def _launch(
-        self, coefficients: Sequence[Any], extras: Extras, *, by_row: bool = False, words: Tensor | None = None
-    ) -> None:
-        plain = extras is NOTHING and words is None
-        if plain and (launch := self._plain[by_row]) is not None:
-            launch(*coefficients)
+    def with_sets(self, addresses: Sequence[array[int]], sets: CoefficientSets, extras: Extras) -> None:
+        """Run with coefficients from the host."""
+        names, compute, table = self._typed.program.coefficients, self._typed.compute, self.table
+        if not self.needs_rows(sets):
+            table.send(addresses)
+            self.run([sets.sets[0][name] for name in names], extras, by_row=False)
             return
-        variant = extras.variant(by_row=by_row)
-        launch = self._bound.get(variant) if words is None else None
-        if launch is None:
-            launch = self.kernel.bind(self.table, variant, words)
-            if words is None:
-                self._bound[variant] = launch
-        if plain:
-            self._plain[by_row] = launch
+        table.send(addresses, array("q", bytes(8 * table.tensors) if sets.chosen is None else sets.chosen))
+        values = array("f" if compute == torch.float32 else "d", [row[name] for row in sets.sets for name in names])
+        rows = torch.empty(max(1, len(values)), dtype=compute, device=table.device)
+        copy_from_host(values, rows[: len(values)])
+        self.run([rows], extras, by_row=True)
+
+    def run(self, coefficients: Sequence[Any], extras: Extras, *, by_row: bool, words: Tensor | None = None) -> None:
+        """Launch with coefficients as arguments, or as rows on the device."""
+
+        def bind(content: Tensor) -> Callable[..., None]:
+            return bind_kernel(self._typed, extras.variant(by_row=by_row), self.table, content)
+
+        launch = self.bound(by_row if extras is NOTHING else extras.variant(by_row=by_row), bind, words)
         launch(*coefficients, *(t for t in extras.numbers if t is not None))
+
+    def bound(
+        self, key: Any, bind: Callable[[Tensor], Callable[..., None]], words: Tensor | None = None
+    ) -> Callable[..., None]:
+        """A launch that reads these words of a captured graph, or the table's, and is kept then."""
+        if words is not None:
+            return bind(words)
+        if key not in self._bound:
+            self._bound[key] = bind(self.table.words)
+        return self._bound[key]
+
+
+class DeviceBatch(Batch):
+    """One launch of a Triton kernel, or two if coefficients are computed on the device.
+
+    Attributes:
+        rows: the coefficients on the device, one row for each parameter, if they are computed there.
+        numbers: what computes them; None if they come from the host.
+    """
+
+    def _set_up(self, options: Options) -> None:
+        super()._set_up(options)
+        self.book.fill(self._gradients)
+        self._typed = options.typed(self.dtypes, on_device=self.on_device)
+        self._device = self.shards[0].device
+        self._every_row = array("q", range(len(self.shards)))
+        self._capturing = False
+        self._last: Options | None = None
+        self.clips_exactly = self._typed.compute == self.dtypes[0]
+        self.numbers: DeviceNumbers | None = None
+        columns, tail = list(self.scales), 0
+        if self.on_device:
+            self.numbers = self._make_numbers(options)
+            columns += [column.tensors for column in self.scalars]
+            tail = len(self.numbers.tail(options.h))
+        places = [array("q", [t.data_ptr() for t in column]) for column in columns]
+        self.launches = Launches(self._typed, [p.numel() for p in self.shards], self._device, places, tail)
+        for guarded in (False, True) if self.numbers is not None else ():
+            self._bind_numbers(guarded, None)  # if that fails, it does so before anything changes
+
+    def _make_numbers(self, options: Options) -> DeviceNumbers:
+        names = self._typed.program.coefficients
+        self.rows = torch.empty((len(self.shards), len(names)), dtype=self._typed.compute, device=self._device)
+        dtypes = {key: c.tensors[0].dtype for key, c in zip(options.scalar_keys, self.scalars, strict=True)}
+        before = len(self.dtypes) + len(self.scales)
+        return DeviceNumbers(options, dtypes, names, self.rows, before, self._is_first(options))
+
+    def _is_first(self, options: Options) -> bool:
+        """Whether all parameters are at their first step, for rules that do not count steps."""
+        return self._first is not None and self._first[0] and "step" not in options.scalar_keys
+
+    def prepare(self, options: Options) -> bool:
+        """Work out the numbers, or check that the device can. False if the batch does not fit."""
+        if self.numbers is None:
+            return super().prepare(options)
+        self._capturing = bool(options.h.capturable) and is_capturing()
+        ready = not self._capturing or (self._count == len(self.params) and self.launches.table.can_freeze)
+        return ready and self.numbers.fits(options.h, self._is_first(options))
+
+    def takes(self, extras: Extras) -> bool:
+        """Whether :meth:`run` can do this in the same pass."""
+        if extras.changes_gradients and not self._own_gradients:
+            return False
+        # Counters on the host must know beforehand whether they count.
+        if extras.found_inf is not None and self.scalars and not self.on_device:
+            return False
+        variant = extras.variant(by_row=self.on_device or self.launches.needs_rows(self.sets))
+        return why_no_kernel(self._typed, variant, self._device) is None
+
+    @torch.no_grad()
+    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+        if self.numbers is not None:
+            self._run_with_numbers(self.numbers, options, extras, state)
+        else:
+            self._begin_late(options, active)
+            self.launches.with_sets(self.book.tables, self.sets, extras)
+            # The device does not wait for any of this, so it comes after the launch.
+            self.sets.store(options.scalar_keys, self.scalars, active)
+            self._prepare_next(options)
+        self.book.bump(active)
+        increment_version([t for column in self.scales for t in column])
+
+    def _prepare_next(self, options: Options) -> None:
+        """Work out the next step's coefficients while the device is busy, unless options change at every step."""
+        if self._last is options and self._first is None:
+            with suppress(ArithmeticError, ValueError, RuntimeError):  # this step is done; the next one raises
+                super().prepare(options)
+        self._last = options
+
+    def _run_with_numbers(self, numbers: DeviceNumbers, options: Options, extras: Extras, state: State) -> None:
+        """With coefficients computed on the device; the new scalars are stored there."""
+        h, words, table = options.h, None, self.launches.table
+        if self._capturing:
+            # Replays must not see what later steps send. A graph needs its tables for as long as it needs the state.
+            words = table.freeze(self.book.tables, self._every_row, numbers.tail(h))
+            if self not in state.kept:
+                state.kept.append(self)
+        else:
+            table.send(self.book.tables, self._every_row, numbers.tail(h))
+        guards = [] if extras.found_inf is None else [extras.found_inf]
+        self._bind_numbers(bool(guards), words)(*numbers.tensors(h), *guards)
+        self.launches.run([self.rows], extras, by_row=True, words=words)
+        if options.h.capturable and not self._capturing:
+            table.prepare_captures()
+
+    def _bind_numbers(self, guarded: bool, words: Tensor | None) -> Callable[..., None]:
+        numbers = self.numbers
+        assert numbers is not None
+        return self.launches.bound(("numbers", guarded), lambda content: numbers.bind(content, guarded), words)

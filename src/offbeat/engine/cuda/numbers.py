@@ -1,139 +1,152 @@
-"""Coefficients computed on a device: by a kernel made from the rule's own functions, or by torch's operators."""
+"""Coefficients computed on a device, by a kernel made from the rule's own functions."""
 
 from __future__ import annotations
 
-import functools
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.engine.counters import ScalarColumn
-from offbeat.engine.cuda.kernel import NumberKernel
-from offbeat.engine.cuda.symbols import NotTraceable, Number, SymbolArithmetic, number_source, trace_numbers
-from offbeat.engine.scalars import TensorArithmetic, work_out
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.engine.cuda.kernel import bind, compile_source
+from offbeat.engine.cuda.source import SUPPORTED, update_source
+from offbeat.engine.options import Options
+from offbeat.engine.scalars import work_out
+from offbeat.engine.trace import Program, Tracer, TypedProgram, Value
+from offbeat.rules.ops import OPERATIONS
+from offbeat.rules.rule import Rule, Values
 
-__all__ = ["DeviceNumbers", "StoredOnDevice"]
+#: Parameters whose coefficients one block computes.
+BLOCK = 128
 
 
-@dataclass(frozen=True)
-class StoredOnDevice:
-    """The stored scalars of many parameters, where coefficients are computed on the device.
+class NotTraceable(Exception):
+    """The functions do something with numbers that cannot be traced, such as branching on them."""
 
-    Attributes:
-        rule: the rule whose numbers they are.
-        slots: its state.
-        columns: one column for each scalar slot.
+
+class DeviceNumbers:
+    """Computes the coefficients of many parameters on their device, and stores the new scalars there.
+
+    All hyperparameters are inputs of the kernel if the rule's functions can be traced so. If they branch on one, all
+    but the learning rate and tensors are fixed, and a change of them needs another kernel. Raises :class:`NotTraceable`
+    if the functions cannot be traced at all.
+
+    Args:
+        dtypes: the dtypes of the stored scalars, by key.
+        names: the coefficients.
+        rows: where they are written, one row for each parameter.
+        before: how many columns of addresses the table has before those of the stored scalars.
         first: whether all parameters are at their first step, for rules that do not count steps.
     """
 
-    rule: Rule
-    slots: tuple[Slot, ...]
-    columns: Sequence[ScalarColumn]
-    first: bool
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """By key, the dtype in which a scalar is stored."""
-        keys = [slot.key for slot in self.slots if slot.scalar]
-        return {key: column.tensors[0].dtype for key, column in zip(keys, self.columns, strict=True)}
-
-    @torch.no_grad()
-    def by_torch(self, h: Values, names: Sequence[str], rows: Tensor, active: Tensor | None) -> None:
-        """Write each parameter's coefficients to a row and store the new scalars, with torch's operators.
-
-        Args:
-            names: the coefficients, in order.
-            active: for which parameters scalars are stored, as a tensor of booleans (None: for all).
-        """
-        dtypes, device = self.dtypes, rows.device
-        old = {key: column.vector() for key, column in zip(dtypes, self.columns, strict=True)}
-        before = {key: values.to(device) for key, values in old.items()}
-        if "step" in before:
-            before["step"] = before["step"].to(torch.float64)
-        arithmetic = TensorArithmetic(dtypes, device)
-        numbers = work_out(self.rule, h, self.slots, before, arithmetic, first=self.first)
-        found = numbers.for_kernel(self.slots, h)
-        for i, name in enumerate(names):
-            rows[:, i] = found[name]
-        for key, column in zip(dtypes, self.columns, strict=True):
-            if key in numbers.stored:
-                new = numbers.stored[key].to(old[key]).expand(old[key].shape)
-                column.assign(new if active is None else torch.where(active.to(new.device), new, old[key]))
-
-
-@dataclass(frozen=True)
-class DeviceNumbers:
-    """The kernel that computes a rule's coefficients, and the hyperparameters that are its inputs.
-
-    All hyperparameters are inputs if the rule's functions can be traced so. If they branch on one, all but the learning
-    rate and tensors are fixed, and a change of them needs another kernel.
-    """
-
-    kernel: NumberKernel
-    first: bool
-    _numbers: tuple[str, ...]  # inputs from the host
-    _tensors: tuple[str, ...]  # inputs from tensors
-    _dtypes: tuple[torch.dtype, ...]  # of these tensors
-    _fixed: dict[str, Any]
-
-    @staticmethod
-    def make(
-        stored: StoredOnDevice, h: Values, names: tuple[str, ...], compute: torch.dtype, columns: int
-    ) -> DeviceNumbers | None:
-        """For the coefficients ``names``, or None if the rule's functions cannot be traced."""
-        values = _every_hyper(stored.rule, h)
+    def __init__(
+        self,
+        options: Options,
+        dtypes: Mapping[str, torch.dtype],
+        names: tuple[str, ...],
+        rows: Tensor,
+        before: int,
+        first: bool,
+    ) -> None:
+        self._options, self._dtypes, self._names = options, dtypes, names
+        self._rows, self._before, self._first = rows, before, first
+        values = _every_hyper(options.rule, options.h)
         numeric = [n for n, v in values.items() if isinstance(v, (int, float, Tensor)) and not isinstance(v, bool)]
-        kinds = {f"s.{key}": dtype for key, dtype in stored.dtypes.items()}
-        if not all(dtype in (torch.float32, torch.float64) for dtype in kinds.values()):
-            return None
         needed = [name for name in numeric if name == "lr" or isinstance(values[name], Tensor)]
-        for inputs in (numeric, needed):
-            try:
-                program = trace_numbers((*kinds, *inputs), functools.partial(_symbolic, stored, h, tuple(inputs)))
-            except NotTraceable:
-                continue
-            tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
-            source = functools.partial(
-                number_source, program, tuple(kinds.items()), tuple(tensors.items()), names, compute, columns
-            )
-            kernel = NumberKernel(source, compute, tuple(tensors.values()))
-            numbers = tuple(name for name in inputs if name not in tensors)
-            fixed = {name: value for name, value in values.items() if name not in inputs}
-            return DeviceNumbers(kernel, stored.first, numbers, tuple(tensors), tuple(tensors.values()), fixed)
-        return None
+        if not all(dtype in (torch.float32, torch.float64) for dtype in dtypes.values()):
+            raise NotTraceable("a stored scalar is neither float32 nor float64")
+        try:
+            inputs, (self._program, self._outputs) = numeric, self._trace(numeric)
+        except NotTraceable:
+            inputs, (self._program, self._outputs) = needed, self._trace(needed)
+        self._tensors = {name: values[name].dtype for name in inputs if isinstance(values[name], Tensor)}
+        self._numbers = [name for name in inputs if name not in self._tensors]
+        self._fixed = {name: value for name, value in values.items() if name not in inputs}
 
-    def fits(self, h: Values, *, first: bool) -> bool:
-        """Whether the kernel is right for these hyperparameters."""
-        if first != self.first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
+    def _trace(self, inputs: list[str]) -> tuple[Program, tuple[str, ...]]:
+        """Coefficients, and stored scalars after the step, as functions of stored scalars and these hyperparameters."""
+        options = self._options
+
+        def store(key: str, value: Any) -> Any:
+            if self._dtypes[key] == torch.float64:
+                return value
+            return value.narrowed() if isinstance(value, _Number) else torch.tensor(value, dtype=torch.float32).item()
+
+        def widen(value: Any) -> Any:
+            return _Number(value.tracer, value.number) if isinstance(value, _Number) else value
+
+        def function(given: Mapping[str, _Number]) -> dict[str, Any]:
+            h = _with_inputs(options.h, inputs, given)
+            before = {key: given[f"s.{key}"] for key in self._dtypes}
+            numbers = work_out(options.rule, h, options.slots, before, store, widen, first=self._first)
+            return numbers.for_kernel(options.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
+
+        return _trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
+
+    def fits(self, h: Values, first: bool) -> bool:
+        """Whether this is right for these hyperparameters."""
+        if first != self._first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
             return False
         if any(isinstance(now := _get(h, name), Tensor) or now != value for name, value in self._fixed.items()):
             return False
-        found = [_get(h, name) for name in self._tensors]
-        return all(isinstance(t, Tensor) and t.dtype == kind for t, kind in zip(found, self._dtypes, strict=True))
+        found = [(_get(h, name), dtype) for name, dtype in self._tensors.items()]
+        return all(isinstance(t, Tensor) and t.dtype == dtype for t, dtype in found)
 
     def tail(self, h: Values) -> array[float]:
         """The inputs from the host."""
         return array("d", [_get(h, name) for name in self._numbers])
 
-    def tensors(self, h: Values, device: torch.device) -> list[Tensor]:
+    def tensors(self, h: Values) -> list[Tensor]:
         """The inputs from tensors."""
-        return [_get(h, name).to(device) for name in self._tensors]
+        return [_get(h, name).to(self._rows.device) for name in self._tensors]
 
+    def source(self, guarded: bool) -> str:
+        """The source of ``kernel(words, rows, count, tensors..., [found_inf], BLOCK)``: one lane for each parameter.
 
-def _symbolic(
-    stored: StoredOnDevice, h: Values, inputs: tuple[str, ...], given: Mapping[str, Number]
-) -> dict[str, Any]:
-    """Coefficients, and stored scalars after the step, from symbols."""
-    h = _with_inputs(h, inputs, given)
-    before = {key: given[f"s.{key}"] for key in stored.dtypes}
-    arithmetic = SymbolArithmetic(stored.dtypes)
-    numbers = work_out(stored.rule, h, stored.slots, before, arithmetic, first=stored.first)
-    return numbers.for_kernel(stored.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
+        ``words`` is the content of a :class:`~offbeat.engine.cuda.table.DeviceTable`: after the addresses of columns,
+        the sizes and the sets in use come the addresses of each parameter's stored scalars, then the other inputs as
+        float64. If ``guarded``, nothing is stored unless ``found_inf`` is zero.
+        """
+        tensors, numbers, stored = list(self._tensors), self._numbers, list(self._dtypes)
+        arguments = ["words", "rows", "count", *(f"t{i}" for i in range(len(tensors)))]
+        arguments += [*(["found_inf"] if guarded else []), "BLOCK: tl.constexpr"]
+        body = ["i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)", "mask = i < count"]
+        body.append("zero = tl.full([BLOCK], 0.0, tl.float64)")
+        body.append("live = mask & (tl.load(words + count + i, mask, other=0) != 0)")
+        if guarded:
+            body.append("live = live & (tl.load(found_inf + i * 0, mask, other=1.0) == 0)")
+        for i, key in enumerate(stored):
+            place = f"tl.load(words + count * {self._before + 2 + i} + i, mask, other=0)"
+            body.append(f"a{i} = {place}.to(tl.pointer_type({SUPPORTED[self._dtypes[key]]}))")
+            body.append(f"v{i} = tl.load(a{i}, mask, other=1.0).to(tl.float64)")
+        for i, name in enumerate(self._program.tensors[len(stored) :], start=len(stored)):
+            if name in tensors:
+                body.append(f"v{i} = tl.load(t{tensors.index(name)}).to(tl.float64)")
+            else:
+                place = f"words + count * {self._before + 2 + len(stored)} + {numbers.index(name)}"
+                body.append(f"v{i} = tl.load({place}).to(tl.float64, bitcast=True)")
+        if self._outputs:
+            outputs = ", ".join(f"n{i}" for i in range(len(self._outputs)))
+            body.append(f"{outputs} = update({', '.join(f'v{i}' for i in range(len(self._program.tensors)))})")
+        for i, name in enumerate(self._outputs):
+            if name in self._names:
+                at = f"rows + i * {len(self._names)} + {self._names.index(name)}"
+                body.append(f"tl.store({at}, (n{i} + zero).to({SUPPORTED[self._rows.dtype]}), mask)")
+            if (key := name.removeprefix("s.")) != name:
+                kind = SUPPORTED[self._dtypes[key]]
+                body.append(f"tl.store(a{stored.index(key)}, (n{i} + zero).to({kind}), live)")
+        typed = TypedProgram(self._program, (torch.float64,) * len(self._program.tensors))
+        lines = ["import triton", "import triton.language as tl", "", *update_source(typed, rough=False), "", ""]
+        lines += ['@triton.jit(do_not_specialize=["count"])', f"def kernel({', '.join(arguments)}):"]
+        return "\n".join([*lines, *("    " + line for line in body), ""])
+
+    def bind(self, words: Tensor, guarded: bool) -> Callable[..., None]:
+        """The launch: call it with the tensors, then with ``found_inf`` if guarded. Raises :class:`TritonError`."""
+        rows, guards = self._rows, [torch.float32] if guarded else []
+        types = (torch.int64, rows.dtype, 2, *self._tensors.values(), *guards)
+        compiled = compile_source(self.source(guarded), types, BLOCK, rows.device)
+        return bind(compiled, -(-len(rows) // BLOCK), rows.device, (words, rows, len(rows)), BLOCK)
 
 
 def _every_hyper(rule: Rule, h: Values) -> dict[str, Any]:
@@ -154,7 +167,7 @@ def _get(h: Values, name: str) -> Any:
     return value[int(position)] if position else value
 
 
-def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, Number]) -> Values:
+def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, _Number]) -> Values:
     changed = dict(vars(h))
     for name in inputs:
         base, _, position = name.partition(".")
@@ -165,3 +178,62 @@ def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, Number]) 
         else:
             changed[base] = given[name]
     return Values(**changed)
+
+
+class _Number(Value):
+    """A symbolic number, which can also be raised to a power.
+
+    Attributes:
+        is_narrow: whether it stands for a float32 tensor, with which arithmetic is in float32.
+    """
+
+    __slots__ = ("is_narrow",)
+
+    def __init__(self, tracer: Tracer, number: int) -> None:
+        super().__init__(tracer, number)
+        self.is_narrow = False
+
+    def __pow__(self, other: Any) -> Any:
+        is_root = not isinstance(other, Value) and other == 0.5
+        return self.emit("sqrt", self) if is_root else self.emit("pow", self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return self.emit("pow", other, self)
+
+    def narrowed(self) -> _Number:
+        found: _Number = self.emit("round", self)
+        found.is_narrow = True
+        return found
+
+
+class _NumberTracer(Tracer):
+    kind = _Number
+    combines_numbers = True
+
+    def emit(self, op: str, *operands: Any) -> Any:
+        if op == "round" or not any(isinstance(a, _Number) and a.is_narrow for a in operands):
+            return super().emit(op, *operands)
+        # An operation on float32 numbers in double precision, rounded afterwards, is that operation in float32.
+        rounded = [self._narrow(a) if op != "where" or i else a for i, a in enumerate(operands)]
+        found = super().emit(op, *rounded)
+        return found if OPERATIONS[op].compares else found.narrowed()
+
+    def _narrow(self, a: Any) -> Any:
+        return a if isinstance(a, _Number) and a.is_narrow else super().emit("round", a)
+
+
+def _trace_numbers(
+    inputs: tuple[str, ...], function: Callable[[Mapping[str, _Number]], Mapping[str, Any]]
+) -> tuple[Program, tuple[str, ...]]:
+    """Trace a function of named numbers that returns named numbers: the program, and the names of its outputs.
+
+    Raises :class:`NotTraceable`.
+    """
+    tracer = _NumberTracer()
+    values: dict[str, Any] = {name: tracer.input("tensor", name) for name in inputs}
+    try:
+        found = function(values)
+        outputs = [value if isinstance(value, Value) else tracer.emit("add", value, 0.0) for value in found.values()]
+    except (TypeError, AttributeError, ValueError) as error:
+        raise NotTraceable(str(error)) from error
+    return Program(inputs, (), tuple(tracer.instructions), tuple(value.number for value in outputs)), tuple(found)

@@ -10,7 +10,6 @@ unless everything it makes is stored in half precision or less; there a few last
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,20 +24,10 @@ from offbeat.engine.codec import (
     HASH_SHIFT,
     LEVELS,
     SMALLEST,
+    scaled_columns,
 )
-from offbeat.engine.trace import Constant, Program
+from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
-
-__all__ = [
-    "NEAREST",
-    "NEAREST_BY_BITS",
-    "SUPPORTED",
-    "Variant",
-    "expression",
-    "is_rough",
-    "scaled_columns",
-    "triton_source",
-]
 
 SUPPORTED = {
     torch.float32: "tl.float32",
@@ -151,44 +140,34 @@ def decode_unsigned8(c, scale, BLOCK: tl.constexpr):
 """
 
 
-@functools.lru_cache(maxsize=1024)
-def triton_source(
-    program: Program,
-    dtypes: tuple[torch.dtype, ...],
-    compute: torch.dtype,
-    variant: Variant,
-    formats: tuple[str, ...] = (),
-) -> str:
-    """The source for tensors of these dtypes (p, g, then state), computing in ``compute``.
+def triton_source(typed: TypedProgram, variant: Variant) -> str:
+    """The source of a program.
 
     It defines ``kernel(blocks, table, tensors, coefficients..., extras..., BLOCK)``. ``blocks`` holds
     ``tensor << 32 | block`` for each program, ``table`` the addresses of each column, then the sizes, and with
     ``by_row`` the row of coefficients each tensor uses. Further columns have the addresses of scales.
-
-    Args:
-        formats: how p, g and each state tensor are stored, if not all of them ``plain``: see
-            :mod:`offbeat.engine.codec`. With ``kahan`` one more column has the rounding errors.
     """
-    rough = is_rough(dtypes, formats)
+    rough = is_rough(typed)
     lines = ["import triton", "import triton.language as tl", ""]
     if rough:
         lines += ["@triton.jit", "def quotient(a, b):", QUOTIENT, "", ""]
-    lines += [*_update(program, compute, rough), ""]
-    if torch.bfloat16 in dtypes and compute == torch.float32:
+    lines += [*update_source(typed, rough), ""]
+    if torch.bfloat16 in typed.dtypes and typed.compute == torch.float32:
         lines += ["@triton.jit", "def nearest(x):", NEAREST, "", ""]
-    if formats:
+    if typed.formats:
         lines += [*_COMPACT.strip().splitlines(), "", ""]
-    return "\n".join([*lines, *_kernel(program, dtypes, compute, variant, formats), ""])
+    return "\n".join([*lines, *_kernel(typed, variant), ""])
 
 
-def is_rough(dtypes: tuple[torch.dtype, ...], formats: tuple[str, ...]) -> bool:
+def is_rough(typed: TypedProgram) -> bool:
     """Whether what is stored is so short that quotients and roots need not be right to the last bit of a float32."""
-    written = [dtypes[0], *dtypes[2:]]
-    return bool(scaled_columns(formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
+    written = [typed.dtypes[0], *typed.dtypes[2:]]
+    return bool(scaled_columns(typed.formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
 
 
-def _update(program: Program, compute: torch.dtype, rough: bool) -> list[str]:
-    """The maths, as a function of values in registers."""
+def update_source(typed: TypedProgram, rough: bool) -> list[str]:
+    """The maths, as a function ``update`` of values in registers."""
+    program, compute = typed.program, typed.compute
     inputs = len(program.tensors) + len(program.coefficients)
     lines = ["@triton.jit", f"def update({', '.join(f'v{i}' for i in range(inputs))}):"]
     divisors = {one.args[1] for _, one in program.maths if one.op == "div" and isinstance(one.args[1], int)}
@@ -208,12 +187,12 @@ def _update(program: Program, compute: torch.dtype, rough: bool) -> list[str]:
         if one.op == "div" and one.args[1] in inverses:
             lines.append(f"    v{number} = {names[0]} * w{one.args[1]}")
         else:
-            lines.append(f"    v{number} = {expression(one.op, names, compute, rough)}")
+            lines.append(f"    v{number} = {_expression(one.op, names, compute, rough)}")
     lines.append(f"    return {', '.join(f'v{output}' for output in program.outputs)}")
     return lines
 
 
-def expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bool = False) -> str:
+def _expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bool = False) -> str:
     """An operation as Triton writes it in this precision."""
     operation = OPERATIONS[op]
     template = operation.triton if compute == torch.float32 else operation.triton_wide or operation.triton
@@ -222,15 +201,10 @@ def expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bo
     return template.format(*operands)
 
 
-def _kernel(
-    program: Program,
-    dtypes: tuple[torch.dtype, ...],
-    compute: torch.dtype,
-    variant: Variant,
-    formats: tuple[str, ...],
-) -> list[str]:
+def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
+    program, dtypes, formats = typed.program, typed.dtypes, typed.formats
     columns, names = range(len(dtypes)), range(len(program.coefficients))
-    c = SUPPORTED[compute]
+    c = SUPPORTED[typed.compute]
     scalars = ["rows"] if variant.by_row else [f"c{i}" for i in names]
     arguments = ["blocks", "table", "tensors", *scalars, *variant.extras, "BLOCK: tl.constexpr"]
     lines = ['@triton.jit(do_not_specialize=["tensors"])', f"def kernel({', '.join(arguments)}):"]
@@ -264,10 +238,10 @@ def _kernel(
         lines.append("        chance = random((start + inside).to(tl.uint32), step)")
     lines.append(f"        aligned = (({' | '.join(f'a{i}' for i in columns)}) & 15) == 0")
     lines.append("        if (left >= BLOCK) & aligned:")
-    lines += _pass(program, dtypes, compute, variant, formats, whole=True)
+    lines += _pass(typed, variant, whole=True)
     lines.append("        else:")
     lines.append("            mask = inside < left")
-    lines += _pass(program, dtypes, compute, variant, formats, whole=False)
+    lines += _pass(typed, variant, whole=False)
     if variant.guarded and variant.zeroed:  # also where the step does not happen
         kind = SUPPORTED[dtypes[1]]
         lines += ["    if there & (tl.load(found_inf) != 0):", "        inside = tl.arange(0, BLOCK)"]
@@ -276,23 +250,11 @@ def _kernel(
     return lines
 
 
-def scaled_columns(formats: tuple[str, ...]) -> list[int]:
-    """The columns that have scales."""
-    return [i for i, one in enumerate(formats) if one in CODE_DTYPES]
-
-
-def _pass(
-    program: Program,
-    dtypes: tuple[torch.dtype, ...],
-    compute: torch.dtype,
-    variant: Variant,
-    formats: tuple[str, ...],
-    *,
-    whole: bool,
-) -> list[str]:
+def _pass(typed: TypedProgram, variant: Variant, *, whole: bool) -> list[str]:
     """Load a block, update it, store it."""
+    program, dtypes, compute = typed.program, typed.dtypes, typed.compute
     tensors = range(len(program.tensors))
-    form = formats or ("plain",) * len(tensors)
+    form = typed.formats or ("plain",) * len(tensors)
     c, mask = SUPPORTED[compute], "" if whole else ", mask"
     load = "tl.load({0} + inside)" if whole else "tl.load({0} + inside, mask, other=0)"
     lines = []
@@ -300,7 +262,7 @@ def _pass(
         pointer = f"a{i}.to(tl.pointer_type({_STORED[dtype]}))"
         lines.append(f"p{i} = {f'tl.multiple_of({pointer}, 16)' if whole else pointer} + start")
     for i in tensors:
-        if i in scaled_columns(formats):
+        if form[i] in CODE_DTYPES:
             inside = "" if whole else f", groups * {GROUP} < left, other=0.0"
             scale = f"tl.load(z{i} + groups{inside})"
             lines.append(f"v{i} = decode_{form[i]}({load.format(f'p{i}')}, {scale}, BLOCK)")
@@ -310,7 +272,7 @@ def _pass(
     if form[0] == "kahan":
         lines.append(f"v0 = v0 + {load.format(f'p{extra}')}.to({c})")
     if variant.scaled:
-        lines.append(f"v1 = {expression('div', ['v1', 'scale_'], compute)}")
+        lines.append(f"v1 = {_expression('div', ['v1', 'scale_'], compute)}")
     if variant.zeroed:
         lines.append(f"tl.store(p1 + inside, tl.full([BLOCK], 0.0, {SUPPORTED[dtypes[1]]}){mask})")
     elif variant.scaled:

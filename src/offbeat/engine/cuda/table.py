@@ -9,8 +9,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "DeviceTable"]
-
 #: Elements in one block of work.
 BLOCK = 1024
 #: How many graphs can be captured without a step outside them in between.
@@ -76,11 +74,6 @@ class DeviceTable:
     def can_freeze(self) -> bool:
         """Whether a captured launch can have a table of its own."""
         return bool(self._spares)
-
-    @property
-    def is_captured(self) -> bool:
-        """Whether a captured graph reads from this table."""
-        return bool(self._kept)
 
     def freeze(self, addresses: Sequence[array[int]], rows: array[int], tail: array[float]) -> Tensor:
         """A copy of the table that never changes, for the launches of a graph that is being captured.
