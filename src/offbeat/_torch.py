@@ -17,11 +17,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    # The public name is torch.distributed.GradBucket, but type checkers do not find it there.
+    from torch._C._distributed_c10d import GradBucket as GradBucket
 
 #: Triton's releases (the first two numbers) in which the form of a launch has been looked at.
 TRITON = ((3, 6), (3, 9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat._types import Params
 from offbeat.engine.choice import Choice, is_capturing
 from offbeat.engine.exchange import check_same_parameters
 from offbeat.engine.extras import NOTHING, Extras, Work
@@ -25,6 +26,8 @@ from offbeat.optim.signature import describe, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
 
 __all__ = ["RuleOptimizer"]
+
+Loss = TypeVar("Loss")
 
 
 class RuleOptimizer(Optimizer):
@@ -46,7 +49,7 @@ class RuleOptimizer(Optimizer):
             cls.__signature__ = signature(rule)  # type: ignore[attr-defined]
             cls.__doc__ = describe(rule, cls)
 
-    def __init__(self, params: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
         try:
             bound = self.__signature__.bind(params, *args, **kwargs)  # type: ignore[attr-defined]
         except TypeError as error:
@@ -58,7 +61,8 @@ class RuleOptimizer(Optimizer):
         _check_flags(self.rule, defaults)
         # "capturable" stays out of the groups where torch.optim has no such option.
         used = {name for name in PRECISION if defaults.get(name) is not None} | self._options()
-        super().__init__(params, {name: defaults[name] for name in defaults if name in used})
+        kept = {name: defaults[name] for name in defaults if name in used}
+        super().__init__(params, kept)  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
         self._engine, self._places = Engine(self.rule), {}
         self._own_state()
         if defaults["fused"]:
@@ -85,6 +89,14 @@ class RuleOptimizer(Optimizer):
             raise
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
+
+    @overload
+    def step(self, closure: None = None, *, clip: Tensor | float | None = None, zero_grad: bool = False) -> None: ...
+
+    @overload
+    def step(
+        self, closure: Callable[[], Loss], *, clip: Tensor | float | None = None, zero_grad: bool = False
+    ) -> Loss: ...
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, clip: Tensor | float | None = None, zero_grad: bool = False

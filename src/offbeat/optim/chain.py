@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
 __all__ = ["Chain"]
+
+Loss = TypeVar("Loss")
 
 
 class Chain(Optimizer):
@@ -69,7 +71,7 @@ class Chain(Optimizer):
         return self._groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:  # type: ignore[override]
         """The state of all parameters; what is written to it is written to the optimizer that owns the parameter."""
         return self._view
 
@@ -104,6 +106,12 @@ class Chain(Optimizer):
             f"a parameter of shape {tuple(p.shape)} is in none of the {len(self.optimizers)} optimizers of this chain; "
             "add it with chain.optimizers[i].add_param_group"
         )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all optimizers, in order. Gradients of our own optimizers are checked before any of them steps.

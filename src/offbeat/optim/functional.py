@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from typing import Any, Concatenate, ParamSpec, overload
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
+from offbeat._types import Params
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.chain import Chain
 from offbeat.optim.lookup import rule_class
@@ -19,17 +22,34 @@ __all__ = ["FunctionalOptimizer", "as_functional"]
 # writes. The kernels use every core by themselves, so nothing is lost by running one update after the other.
 _updating = threading.RLock()
 
+Options = ParamSpec("Options")
 
+
+@overload
+def as_functional(optim_cls: Chain) -> FunctionalOptimizer: ...
+
+
+@overload
 def as_functional(
-    optim_cls: type[torch.optim.Optimizer] | Chain, params: Any = None, **hyper: Any
-) -> FunctionalOptimizer:
-    """An optimizer that takes explicit gradients and never looks at ``.grad``.
+    optim_cls: Callable[Concatenate[ParamsT, Options], Optimizer],
+    params: Params,
+    *args: Options.args,
+    **hyper: Options.kwargs,
+) -> FunctionalOptimizer: ...
+
+
+def as_functional(optim_cls: Any, params: Any = None, *args: Any, **hyper: Any) -> FunctionalOptimizer:
+    """Make an optimizer that takes explicit gradients and never looks at ``.grad``.
 
     Args:
         optim_cls: a class of this library, or the torch.optim class of the same name; or a :class:`~offbeat.Chain`, and
             nothing else.
         params: parameters or groups, as for ``optim_cls``; may be empty, see :meth:`FunctionalOptimizer.step_param`.
-        hyper: ``optim_cls``'s other arguments.
+        args: further arguments of ``optim_cls`` by position.
+        hyper: further arguments of ``optim_cls`` by name.
+
+    Returns:
+        The functional optimizer. It updates the parameters in place.
 
     Example:
         >>> import torch, offbeat
@@ -40,12 +60,12 @@ def as_functional(
         tensor([0.5000, 0.5000, 0.5000])
     """
     if isinstance(optim_cls, Chain):
-        if params is not None or hyper:
+        if params is not None or args or hyper:
             raise TypeError("as_functional(chain) takes nothing else: the chain has parameters and options already")
         return FunctionalOptimizer(lambda _: optim_cls, [None])
     if params is None:
         raise TypeError("as_functional() needs parameters; pass an empty list to add them later")
-    return FunctionalOptimizer(rule_class(optim_cls), params, **hyper)
+    return FunctionalOptimizer(rule_class(optim_cls), params, *args, **hyper)
 
 
 class FunctionalOptimizer:
@@ -54,16 +74,16 @@ class FunctionalOptimizer:
     Several threads may step at the same time, each with its own gradients; updates happen one after the other.
     """
 
-    def __init__(self, optim_cls: Callable[..., RuleOptimizer | Chain], params: Any, **hyper: Any) -> None:
+    def __init__(self, optim_cls: Callable[..., RuleOptimizer | Chain], params: Any, *args: Any, **hyper: Any) -> None:
         if isinstance(params, Iterable) and not isinstance(params, Tensor):
             params = list(params)
         if isinstance(params, list) and not params:
             # torch.optim.Optimizer requires a parameter; it can be removed once the optimizer is built.
-            self._optimizer = optim_cls([torch.zeros(())], **hyper)
+            self._optimizer = optim_cls([torch.zeros(())], *args, **hyper)
             self._optimizer.param_groups[0]["params"] = []
             self._optimizer.state.clear()
         else:
-            self._optimizer = optim_cls(params, **hyper)
+            self._optimizer = optim_cls(params, *args, **hyper)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,7 +91,7 @@ class FunctionalOptimizer:
         return self._optimizer.param_groups
 
     @property
-    def state(self) -> Any:
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """Per-parameter state, as an optimizer's."""
         return self._optimizer.state
 

@@ -19,19 +19,22 @@ Reference: Nocedal and Wright, Numerical Optimization, 2006, chapter 7.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
 from offbeat.optim.line_search import Point, strong_wolfe
 from offbeat.optim.vectors import Layout, Vector
 from offbeat.rules.checks import in_range, require_number
 
 __all__ = ["LBFGS"]
+
+Loss = TypeVar("Loss")
 
 _FLAT = ("d", "prev_flat_grad")
 _HISTORY = ("old_dirs", "old_stps")
@@ -76,14 +79,14 @@ class LBFGS(Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1,
         max_iter: int = 20,
         max_eval: int | None = None,
         tolerance_grad: float = 1e-7,
         tolerance_change: float = 1e-9,
         history_size: int = 100,
-        line_search_fn: str | None = None,
+        line_search_fn: Literal["strong_wolfe"] | None = None,
     ) -> None:
         in_range("learning rate")(lr)
         for name, value in (("max_iter", max_iter), ("history_size", history_size)):
@@ -99,7 +102,7 @@ class LBFGS(Optimizer):
             "history_size": history_size,
             "line_search_fn": line_search_fn,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults)  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises if there is a group already: L-BFGS updates all parameters together, with one set of options."""
@@ -114,7 +117,7 @@ class LBFGS(Optimizer):
         """Does nothing: the history begins with the first step."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Loss]) -> Loss:  # type: ignore[override]
         """Make up to ``max_iter`` iterations.
 
         Args:
@@ -129,7 +132,8 @@ class LBFGS(Optimizer):
                 f"LBFGS evaluates the model several times in a step, so step() needs a closure, but got {closure!r}; "
                 "pass a function that clears the gradients, calls backward() and returns the loss"
             )
-        return _Run(self, closure).step()
+        loss: Loss = _Run(self, closure).step()
+        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class or of :class:`torch.optim.LBFGS`."""

@@ -5,11 +5,14 @@ For :mod:`torch.func`, for learning through the update, and for ``torch.compile(
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from offbeat._torch import pytree
 from offbeat.engine.gradients import check_gradient
@@ -21,13 +24,24 @@ from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
 __all__ = ["PureOptimizer", "as_pure"]
 
+Options = ParamSpec("Options")
+Tree = TypeVar("Tree")
+State = TypeVar("State")
 
-def as_pure(optim_cls: type[torch.optim.Optimizer], **hyper: Any) -> PureOptimizer:
-    """An update rule as two functions without side effects.
+
+def as_pure(
+    optim_cls: Callable[Concatenate[ParamsT, Options], Optimizer], *args: Options.args, **hyper: Options.kwargs
+) -> PureOptimizer:
+    """Turn an update rule into two functions without side effects.
 
     Args:
         optim_cls: a class of this library, or the torch.optim class of the same name.
-        hyper: its hyperparameters; tensors among them can be differentiated through.
+        args: nothing; only type checkers need it.
+        hyper: its hyperparameters and ``maximize``; tensors among them can be differentiated through. Other options of
+            the class raise.
+
+    Returns:
+        The functions: :meth:`PureOptimizer.init` and :meth:`PureOptimizer.update`.
 
     Example:
         >>> import torch, offbeat
@@ -38,6 +52,8 @@ def as_pure(optim_cls: type[torch.optim.Optimizer], **hyper: Any) -> PureOptimiz
         >>> params["w"]
         tensor([0.5000, 0.5000])
     """
+    if args:
+        raise TypeError(f"as_pure() takes hyperparameters by name, such as lr=0.1, but got {args!r}")
     rule = rule_class(optim_cls).rule
     if rule.matrix is not None:
         raise TypeError(
@@ -67,8 +83,8 @@ class PureOptimizer:
         h = hyperparameters(self.options)
         return pytree.tree_map(lambda p: self._initial(h, p), params)
 
-    def update(self, params: Any, grads: Any, state: Any, **hyper: Any) -> tuple[Any, Any]:
-        """The new parameters and the new state.
+    def update(self, params: Tree, grads: Any, state: State, **hyper: Any) -> tuple[Tree, State]:
+        """Compute the new parameters and the new state.
 
         Args:
             params: the parameters, nested as for :meth:`init`.

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from typing import Any
 
 from offbeat.engine.precision import precision_options
 from offbeat.rules.rule import FLAGS, Rule
 
-__all__ = ["describe", "signature"]
+__all__ = ["OPTION_TYPES", "describe", "signature"]
+
+#: The types of options that are not hyperparameters, as annotations.
+OPTION_TYPES = {
+    "maximize": "bool",
+    "foreach": "bool | None",
+    "capturable": "bool",
+    "differentiable": "bool",
+    "fused": "bool | None",
+    "state_dtype": 'torch.dtype | Literal["8bit"] | None',
+    "rounding": 'Literal["stochastic", "kahan"] | None',
+}
 
 _FLAG_DOCS = {
     "maximize": "maximize the objective instead of minimizing it",
@@ -46,10 +58,11 @@ def describe(rule: Rule, cls: type) -> str:
     """The rule's own words (its function's, or its file's), its arguments, and an example."""
     module: Any = sys.modules[rule.update.__module__]
     lines = [inspect.cleandoc(rule.update.__doc__ or module.__doc__ or rule.name), "", "Args:"]
-    lines.append("    params: parameters, named parameters, or dictionaries that define groups.")
-    lines += [f"    {h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
-    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
-    lines += [f"    {name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
+    arguments = ["params: parameters, named parameters, or dictionaries that define groups."]
+    arguments += [f"{h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
+    arguments += [f"{name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
+    arguments += [f"{name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
+    lines += [textwrap.fill(one, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in arguments]
     lines += ["", "Example:"]
     model, given = rule.surface.example
     library = cls.__module__.startswith("offbeat.")

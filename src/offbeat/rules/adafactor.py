@@ -108,6 +108,7 @@ ADAFACTOR = Rule(
             (None, 1e-3),
             check_eps,
             "the least root of a second moment (None: the precision of the dtype), and the least rms of a parameter",
+            "tuple[float | None, float]",
         ),
         at_least("d", 1.0, "the largest rms of an update before it is scaled", says="Clipping threshold d", low=1),
         at_least("weight_decay", 0.0, "decoupled weight decay"),

@@ -94,7 +94,7 @@ def boolean(name: str, doc: str, default: bool = False) -> Hyper:
         if value is None or isinstance(value, str) or not hasattr(value, "__bool__"):
             raise TypeError(f"Invalid {name} value: {value!r} (must be True or False)")
 
-    return Hyper(name, default, check, doc)
+    return Hyper(name, default, check, doc, "bool")
 
 
 def pair(name: str, value: Any) -> None:
@@ -115,4 +115,4 @@ def betas(default: tuple[float, float], doc: str) -> Hyper:
         if isinstance(value[0], Tensor) != isinstance(value[1], Tensor):
             raise ValueError("betas must be either both floats or both Tensors; convert one of them")
 
-    return Hyper("betas", default, check, doc)
+    return Hyper("betas", default, check, doc, "tuple[float | Tensor, float | Tensor]")

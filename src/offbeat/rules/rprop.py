@@ -50,8 +50,8 @@ RPROP = Rule(
     name="Rprop",
     hyper=(
         learning_rate(1e-2),
-        Hyper("etas", (0.5, 1.2), check_etas, "factors by which a step size shrinks and grows"),
-        Hyper("step_sizes", (1e-6, 50), check_step_sizes, "smallest and largest step size"),
+        Hyper("etas", (0.5, 1.2), check_etas, "factors by which a step size shrinks and grows", "tuple[float, float]"),
+        Hyper("step_sizes", (1e-6, 50), check_step_sizes, "smallest and largest step size", "tuple[float, float]"),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("prev"), Slot("step_size", init=lambda h: h.lr, late=True)),
     structure=lambda h: {"maximize": h.maximize},

@@ -39,12 +39,22 @@ class Values:
 
 @dataclass(frozen=True)
 class Hyper:
-    """One hyperparameter: its name, its default, and a check that raises ValueError or TypeError."""
+    """One hyperparameter of a rule.
+
+    Args:
+        name: the name of the argument and of the option in ``param_groups``.
+        default: its default value.
+        check: raises ValueError or TypeError for a value that is not allowed.
+        doc: what it does, for the docstring of the optimizer class.
+        type: its type as it is written in an annotation, for type checkers. ``Any``, ``Literal``, ``Tensor`` and
+            ``torch`` may occur in it.
+    """
 
     name: str
     default: Any
     check: Callable[[Any], None]
     doc: str
+    type: str = "float | Tensor"
 
 
 @dataclass(frozen=True)

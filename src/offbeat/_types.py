@@ -1,0 +1,22 @@
+"""Types that several rooms share. They need torch alone, and nothing at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.futures import Future
+
+    from offbeat._torch import GradBucket
+
+__all__ = ["CommHook", "Params"]
+
+#: Parameters, named parameters, or groups. As torch's ``ParamsT``, but a list of dictionaries with different keys is
+#: inferred to be one by mypy too.
+Params: TypeAlias = Iterable[Tensor | tuple[str, Tensor] | dict[str, Any]]
+
+#: A communication hook of DDP, called with its state and a bucket.
+CommHook: TypeAlias = "Callable[[Any, GradBucket], Future[Tensor]]"

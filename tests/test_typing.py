@@ -1,0 +1,85 @@
+"""What type checkers tell users: mypy and pyright, over correct and wrong uses of every public name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import offbeat
+
+ROOT = Path(__file__).parent.parent
+SOURCE = Path(offbeat.__file__).parent
+USES = ROOT / "tests" / "typing"
+#: Complete scripts, as users write them: without annotations of their own.
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def run(command, folder):
+    # Outside this repository, where its settings do not apply and offbeat is a package like any other.
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE.parent)}
+    environment.pop("MYPYPATH", None)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=170)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.stdout
+
+
+def mypy(paths, folder, *, strict):
+    flags = ["--strict"] if strict else ["--check-untyped-defs"]
+    flags += ["--config-file=", "--no-error-summary", "--output=json", f"--python-executable={sys.executable}"]
+    cache = ROOT / ".mypy_cache" / ("users" if strict else "examples")
+    found = run([sys.executable, "-m", "mypy", *flags, f"--cache-dir={cache}", *map(str, paths)], folder)
+    messages = [json.loads(line) for line in found.splitlines()]
+    return [(Path(one["file"]).name, one["line"], one["message"]) for one in messages if one["severity"] == "error"]
+
+
+def pyright(paths, folder, *, strict):
+    config = {
+        "include": [os.path.relpath(path, folder) for path in paths],
+        "typeCheckingMode": "strict" if strict else "basic",
+        "extraPaths": [str(SOURCE.parent)],
+        # torch's own functions, of which some have no complete types
+        "reportUnknownMemberType": False,
+    }
+    Path(folder, "pyrightconfig.json").write_text(json.dumps(config))
+    found = run([sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable], folder)
+    messages = json.loads(found)["generalDiagnostics"]
+    return [
+        (Path(one["file"]).name, one["range"]["start"]["line"] + 1, one["message"])
+        for one in messages
+        if one["severity"] == "error"
+    ]
+
+
+CHECKERS = pytest.mark.parametrize("check", [mypy, pyright], ids=["mypy", "pyright"])
+
+
+@CHECKERS
+def test_correct_uses_are_clean_and_wrong_ones_are_reported(check, tmp_path):
+    found = check([USES / "correct.py", USES / "wrong.py"], tmp_path, strict=True)
+    assert not [one for one in found if one[0] != "wrong.py"]
+    lines = (USES / "wrong.py").read_text().splitlines()
+    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    assert {line for name, line, _ in found if name == "wrong.py"} == wrong
+
+
+@pytest.mark.skipif(not EXAMPLES, reason="there are no examples")
+@CHECKERS
+def test_examples_are_clean(check, tmp_path):
+    assert not check(EXAMPLES, tmp_path, strict=False)
+
+
+def test_the_stub_is_what_the_generator_writes():
+    spec = importlib.util.spec_from_file_location("make_stubs", ROOT / "tools" / "make_stubs.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert (SOURCE / "optim" / "optimizers.pyi").read_text() == generator.stub(), "run python tools/make_stubs.py"
+
+
+def test_the_package_says_that_it_has_types():
+    assert (SOURCE / "py.typed").exists()
