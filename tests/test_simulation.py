@@ -30,6 +30,12 @@ CASES: dict[str, Any] = {
     "int8": lambda opt, model, group: offbeat.DiLoCo(
         opt, model, every=4, codec="int8", error_feedback=0.9, delay=1, group=group, subgroup=None
     ),
+    "eager": lambda opt, model, group: offbeat.DiLoCo(
+        opt, model, every=4, fragments=2, eager=True, level={"ordered": True}, group=group, subgroup=None
+    ),
+    "eager, int4": lambda opt, model, group: offbeat.DiLoCo(
+        opt, model, every=3, eager=True, codec="int4", error_feedback=1.0, group=group, subgroup=None
+    ),
     "sparse": lambda opt, model, group: offbeat.DiLoCo(
         opt, model, every=3, codec=offbeat.TopK(0.1), error_feedback=0.95, outer=adam, group=group, subgroup=None
     ),

@@ -38,6 +38,11 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
         averages = state == "average" or (isinstance(state, Mapping) and "average" in state.values())
         if level.kept and averages:
             raise ValueError("state='average' cannot be used with mixing, which keeps replicas apart; use 'keep'")
+        if level.eager and len(found) > 1:
+            raise ValueError(
+                "eager=True cannot be used with several levels: rounds of one level would mix the steps that replicas "
+                "take by themselves at another; use one level, or a delay without eager"
+            )
         lower = [one for one in found[:i] if one.outer is not None]
         if lower and level.outer is None and level.delay:
             raise ValueError(

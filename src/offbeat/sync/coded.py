@@ -100,8 +100,8 @@ class Coded(Round):
             track.residual, track.residual_of = self._lost, self._lost_of
         views = [(item, view) for item, view in self._views() if item.name in params]
         names = [item.name for item, _ in views]
-        track.outer.move(names, [view for _, view in views])
-        track.set_params(params, names, kept=self._kept)
+        outer, gradients = track.outer, [view for _, view in views]
+        self._move(params, names, lambda: outer.move(names, gradients))
         self._land_copy(self._buffers)
 
     def _copied(self) -> list[Item]:

@@ -39,6 +39,11 @@ class DiLoCo(Replica):
         outer_momentum: :math:`\mu`.
         fragments: parts of the parameters that are exchanged at different steps; see :class:`offbeat.Level`.
         delay: 0 waits for a round; :math:`k > 0` applies it :math:`k` steps later.
+        eager: take this replica's own part of the outer step at once, :math:`x_i \leftarrow a + d_i`, where :math:`d_i`
+            is the step of an outer optimizer of its own with the pseudo-gradient :math:`(a - x_i)/M` of one of
+            :math:`M` replicas. When the mean arrives, ``delay`` (by default ``every``) steps later,
+            :math:`x_i \leftarrow x_i + (a' - a) - d_i` with :math:`a'` the anchor after the true step (arXiv
+            2502.12996: one outer step of overlap).
         mixing: :math:`\alpha`; by default 0 without a delay and 0.5 with one.
         codec: how differences are encoded: None, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"`` or an
             :class:`offbeat.TopK`.
@@ -64,7 +69,7 @@ class DiLoCo(Replica):
 
     ``optimizer.outer`` is the outer optimizer: a learning-rate scheduler can be given to it.
 
-    References: Douillard et al., arXiv 2311.08105 and 2501.18512; Charles et al., arXiv 2503.09799.
+    References: Douillard et al., arXiv 2311.08105 and 2501.18512; Kale et al., arXiv 2502.12996; Charles et al., arXiv 2503.09799.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class DiLoCo(Replica):
         codec: Any = None,
         error_feedback: float | None = None,
         *,
+        eager: bool = False,
         mixing: float | None = None,
         warmup: int | Callable[[int], bool] = 0,
         outer: Callable[..., Optimizer] | None = None,
@@ -97,6 +103,7 @@ class DiLoCo(Replica):
             outer=outer or nesterov,
             fragments=fragments,
             delay=delay,
+            eager=eager,
             mixing=mixing,
             codec=codec,
             error_feedback=error_feedback,

@@ -37,6 +37,9 @@ class Level:
             ``i % n``), or lists of parameter names.
         delay: 0 waits for a round. :math:`k > 0` exchanges in the background and applies the result :math:`k` steps
             later.
+        eager: with an outer optimizer, do not wait for a round to land, but take this replica's own part of the outer
+            step at once; the true step takes its place ``delay`` steps later. Without a ``delay`` that is ``every``:
+            one whole outer step of overlap. Needs SGD or slow momentum as the outer optimizer, and only one level.
         mixing: with an outer optimizer, how much of the local parameters stays:
             :math:`x_i \leftarrow \alpha x_i + (1 - \alpha) a`. By default 0 without a delay and 0.5 with one.
         codec: how differences from the anchor are encoded: None, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``,
@@ -57,6 +60,7 @@ class Level:
     outer: Callable[..., torch.optim.Optimizer] | None = None
     fragments: int | tuple[str, int] | Sequence[Sequence[str]] = 1
     delay: int = 0
+    eager: bool = False
     mixing: float | None = None
     codec: Any = None
     error_feedback: float | None = None
@@ -80,6 +84,7 @@ class Level:
                 f"delay={self.delay} is longer than the {self.every} steps between averages, but only one round of a "
                 f"fragment can be in flight; use a delay of at most {self.every}"
             )
+        self._check_eager()
         if self.outer is not None and not callable(self.outer):
             raise TypeError(
                 f"outer must be a function that makes an optimizer, but got {self.outer!r}; pass for example "
@@ -105,6 +110,25 @@ class Level:
                     f"{needless[0]} needs an outer optimizer, because only that has an anchor; pass outer=, or leave "
                     f"{needless[0]} out"
                 )
+
+    def _check_eager(self) -> None:
+        if not isinstance(self.eager, bool):
+            raise TypeError(f"eager must be True or False, but got {self.eager!r}")
+        if not self.eager:
+            return
+        if self.outer is None:
+            raise ValueError("eager=True needs an outer optimizer, whose step is taken early; pass outer=")
+        if self.mixing is not None:
+            raise ValueError(
+                f"mixing={self.mixing} cannot be used with eager=True: a landing replaces the eager step by the true one "
+                "and keeps what the replica has learnt since; leave mixing out"
+            )
+        if not self.delay:
+            if callable(self.every):
+                raise ValueError(
+                    "eager=True with a function as every needs a delay, because a period has no fixed length; pass delay="
+                )
+            object.__setattr__(self, "delay", self.every)
 
     def _check_fragments(self) -> None:
         if isinstance(self.fragments, int):
@@ -152,7 +176,7 @@ class Level:
         """How much of the local parameters a landing keeps."""
         if self.mixing is not None:
             return float(self.mixing)
-        return 0.5 if self.delay and self.outer is not None else 0.0
+        return 0.5 if self.delay and self.outer is not None and not self.eager else 0.0
 
     def cut(self, sizes: Mapping[str, int]) -> list[list[str]]:
         """The names of the parameters in each fragment.

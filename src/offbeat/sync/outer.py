@@ -52,6 +52,15 @@ class Outer:
         groups = [[name for name in names if name in new] for names, _ in self._groups()]
         self._add([names for names in groups if names], new)
 
+    @torch.no_grad()
+    def mirror(self, other: Outer) -> None:
+        """Have zeros in place of the anchors of another one, in the same groups."""
+        groups = other._names[len(self._names) :]
+        if groups:
+            made = {name: other.anchors[name] for names in groups for name in names}
+            new = {name: torch.empty_like(a, pin_memory=a.is_pinned()).zero_() for name, a in made.items()}
+            self._add([list(names) for names in groups], new)
+
     def _add(self, groups: list[list[str]], new: Mapping[str, Tensor]) -> None:
         self.anchors.update(new)
         self.unchecked.update(new)

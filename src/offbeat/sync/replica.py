@@ -23,6 +23,7 @@ from offbeat.sync.buffer_policy import check_buffers
 from offbeat.sync.calendar import Calendar, Entry
 from offbeat.sync.checks import check_cover, check_levels, check_module, find_subgroup, in_words
 from offbeat.sync.contents import Contents
+from offbeat.sync.eager import check_linear
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.gradients import GradientMean
 from offbeat.sync.items import Item, local_part
@@ -179,6 +180,7 @@ class Replica(OptimizerWrapper, Joinable):
             weighted=weighted,
             copies=torch.device("cpu") if snapshot == "cpu" else None,
             shards=shards,
+            share=1 / self.replicas,
         )
         self._top = len(levels) - 1
         self._levels = levels
@@ -209,6 +211,9 @@ class Replica(OptimizerWrapper, Joinable):
         if not self._tracks.has_outer:
             return
         made = [one for one in self.outers if one is not None]
+        for level, one in zip(self._levels, self.outers, strict=True):
+            if level.eager:
+                check_linear(one)
         words = [f"{type(one).__name__}({in_words(one.defaults)})" for one in made]
         check_same_options({"outer": words}, within)
 

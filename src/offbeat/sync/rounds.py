@@ -52,6 +52,7 @@ class Round:
         reported: whether somebody has asked for the result.
         idle: whether no rank has made a step since the last round: parameters go to the anchor, and that stays.
         restored: whether the result is from a checkpoint, and may be of more ranks than there are now.
+        eager: whether this replica has taken its part of the outer step already.
     """
 
     def __init__(self, track: Track, step: int, *, done: bool = False, final: bool = False) -> None:
@@ -61,7 +62,7 @@ class Round:
         self.error: BaseException | None = None
         self.skipped = False
         self.reported = False
-        self.restored = False
+        self.restored = self.eager = False
         self.idle = self.left_out = False
         self.notes: list[str] = []
         self._digests = track.contents.digests(self.items, self.state)
@@ -122,9 +123,38 @@ class Round:
 
     def land(self, params: dict[str, Tensor]) -> bool:
         """Apply the result to the parameters, by name. Returns whether anything was exchanged; raises if it failed."""
+        changed = False
+        try:
+            changed = self._apply_result(params)
+        finally:
+            if self.eager and not changed:
+                assert self.track.eager is not None
+                self.track.eager.undo(params, self._names)
+        return changed
+
+    def step_eagerly(self, params: dict[str, Tensor]) -> None:
+        """Take this replica's part of the outer step, after :meth:`take` and before the exchange."""
+        assert self.track.eager is not None
+        self.track.eager.step(params, self._names)
+        self.eager = True
+
+    def _move(self, params: dict[str, Tensor], names: list[str], move: Callable[[], None]) -> None:
+        """Let the outer optimizer move its anchors, and parameters follow."""
+        eager = self.track.eager if self.eager else None
+        if eager is None or self.final:
+            move()
+            self.track.set_params(params, names, kept=self._kept)
+            if eager is not None:  # this replica was left out, and nothing of it is kept
+                eager.forget(names, momentum=True)
+            return
+        eager.before_landing(params, names)
+        move()
+        eager.land(params, names)
+
+    def _apply_result(self, params: dict[str, Tensor]) -> bool:
         self.reported = True
         for note in self.notes:  # here, because a warning may be turned into an error, which other ranks would not see
-            warnings.warn(note, stacklevel=5)
+            warnings.warn(note, stacklevel=6)
         if self.error is not None:
             raise self.error
         assert self.shares is not None
@@ -406,8 +436,8 @@ class OnCopy(Round):
         if outer is not None:
             views = dict(zip([item.name for item in self.items], track.snapshot.views, strict=True))
             names = [name for name in self._names if name in params and name in views]
-            outer.move_to(names, [views[name] for name in names], track.exchange.bucket_bytes)
-            track.set_params(params, names, kept=self._kept)
+            means, limit = [views[name] for name in names], track.exchange.bucket_bytes
+            self._move(params, names, lambda: outer.move_to(names, means, limit))
 
     def values(self) -> dict[str, Any]:
         """For a checkpoint: what :meth:`land` will use."""

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offbeat.sync.agreement import Shares
 from offbeat.sync.coded import Coded
 from offbeat.sync.contents import Contents
+from offbeat.sync.eager import Eager
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
@@ -32,6 +34,7 @@ class Track:
         contents: what there is to exchange.
         exchange: averages dense tensors.
         outer: the anchors and the outer optimizer of the level, if it has one.
+        eager: the eager steps of the level, if it takes them.
         below: those of lower levels, whose anchors follow what this level does to the parameters.
         place: which level this is, from the lowest.
         weighted: whether ranks are weighed by :attr:`seen`.
@@ -56,6 +59,7 @@ class Track:
         outer: Outer | None,
         below: Sequence[Outer],
         *,
+        eager: Eager | None = None,
         place: int = 0,
         weighted: bool,
         copies: torch.device | None,
@@ -63,7 +67,7 @@ class Track:
     ) -> None:
         self.place, self.shards = place, shards
         self.level, self.part, self.peers, self.contents = level, part, peers, contents
-        self.exchange, self.outer, self._below = exchange, outer, below
+        self.exchange, self.outer, self.eager, self._below = exchange, outer, eager, below
         self._weighted = weighted
         self.snapshot = Snapshot(copies)
         self.codec = make_codec(level.codec)
@@ -157,10 +161,14 @@ class Track:
         flight = None
         again = 0.0
         one = self.flight
-        if one is not None and one.error is None and one.shares is not None and not one.skipped:
-            flight = {"step": one.step, "on_board": one.on_board, "final": one.final, **one.values()}
-        elif self.flight is not None:
-            again = self.flight.on_board  # it has failed: its amounts go to the next one
+        if one is not None:
+            flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
+            if one.error is None and one.shares is not None and not one.skipped:
+                flight.update(one.values())
+            elif one.eager:
+                flight["failed"] = True  # its eager step is taken back when it would have landed
+            else:
+                flight, again = None, one.on_board  # its amounts go to the next one
         residual = None if self.residual is None else self.residual.clone()
         return {
             "seen": self.seen + again,
@@ -180,4 +188,8 @@ class Track:
         if state["flight"] is not None:
             self.flight = self.make_round(state["flight"]["step"])
             self.flight.on_board, self.flight.final = state["flight"]["on_board"], state["flight"]["final"]
-            self.flight.restore(state["flight"])
+            self.flight.eager = bool(state["flight"].get("eager", False))
+            if state["flight"].get("failed"):
+                self.flight.shares, self.flight.skipped = Shares(1.0, None), True
+            else:
+                self.flight.restore(state["flight"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat.sync.agreement import Shares
 from offbeat.sync.contents import Contents
 from offbeat.sync.driver import Driver
+from offbeat.sync.eager import Eager
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
@@ -36,6 +37,7 @@ class Tracks:
         weighted: weigh ranks by the amounts given to :meth:`see`, instead of equally.
         copies: where copies for rounds in the background are kept; None is where the parameters are.
         shards: all ranks of all replicas, if replicas are sharded.
+        share: the share of one replica in a mean of all.
 
     Attributes:
         outers: for each level, its anchors and outer optimizer, or None.
@@ -52,6 +54,7 @@ class Tracks:
         weighted: bool = False,
         copies: torch.device | None = None,
         shards: Peers | None = None,
+        share: float = 1.0,
     ) -> None:
         self._shards = shards
         self._contents, self._levels, self._peers = contents, list(levels), list(peers)
@@ -59,6 +62,10 @@ class Tracks:
         self._weighted = weighted
         self._driver = Driver()
         self.outers = [None if level.outer is None else Outer(level, contents.groups) for level in levels]
+        self._eagers = [
+            Eager(outer, Outer(level, contents.groups), share) if outer is not None and level.eager else None
+            for level, outer in zip(levels, self.outers, strict=True)
+        ]
         self._tracks: list[list[Track]] = []
         for i, level in enumerate(levels):
             below = [outer for outer in self.outers[:i] if outer is not None]
@@ -66,7 +73,7 @@ class Tracks:
                 [
                     Track(
                         level, part, peers[i], contents, exchanges[i], self.outers[i], below,
-                        place=i, weighted=weighted, copies=copies, shards=shards,
+                        eager=self._eagers[i], place=i, weighted=weighted, copies=copies, shards=shards,
                     )
                     for part in range(level.parts)
                 ]
@@ -146,7 +153,7 @@ class Tracks:
 
     def note_rates(self) -> None:
         """Remember the inner optimizer's learning rates, for outer optimizers that ask for them."""
-        for outer in self.outers:
+        for outer in [*self.outers, *(one.own for one in self._eagers if one is not None)]:
             if outer is not None:
                 outer.note_rates()
 
@@ -173,6 +180,8 @@ class Tracks:
         one = track.make_round(step)
         one.take()
         if track.peers.size > 1:
+            if track.eager is not None:
+                one.step_eagerly(self._contents.params())
             self._driver.start(one)
             track.flight = one
             self.count += 1
@@ -329,6 +338,7 @@ class Tracks:
             "syncs": self.count,
             "tracks": [[track.state_dict() for track in tracks] for tracks in self._tracks],
             "outer": [outer.state_dict() if outer is not None and anchored else None for outer in self.outers],
+            "eager": [one.state_dict() if one is not None and anchored else None for one in self._eagers],
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
@@ -350,7 +360,13 @@ class Tracks:
                         "it with the levels it was saved with, or save after finish()"
                     )
                 kind = self._tracks[i][0].codec is not None if i < len(self._tracks) else False
-                if flight is not None and ("flat" in flight) != kind:
+                if flight is not None and flight.get("eager", False) != self._levels[i].eager:
+                    raise ValueError(
+                        "the checkpoint has a round in flight whose eager step has been taken, and here it would not "
+                        "have been, or the other way round; nothing was changed. Load it with the eager= it was saved "
+                        "with, or save after finish()"
+                    )
+                if flight is not None and not flight.get("failed") and ("flat" in flight) != kind:
                     raise ValueError(
                         "the checkpoint has a round in flight that was encoded, and here it would not be, or the other "
                         "way round; nothing was changed. Load it with the codec it was saved with, or save after "
@@ -387,6 +403,12 @@ class Tracks:
             else:
                 outer.reset()
                 complete = False
+        eagers = state.get("eager") or []
+        for i, eager in enumerate(self._eagers):
+            if eager is not None:
+                eager.reset()
+                if complete and i < len(eagers) and eagers[i] is not None:
+                    eager.load_state_dict(eagers[i], params)
         if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
             if saved:
                 warnings.warn(
