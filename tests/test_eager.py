@@ -82,7 +82,7 @@ def test_eager_steps_are_the_published_ones(world, every, parts):
 
 
 def test_a_shorter_delay_corrects_earlier():
-    """The eager step, and its correction k steps later: a plain simulation with anchors that are the same everywhere."""
+    """The eager step, and its correction k steps later: a plain simulation whose ranks share one anchor."""
     world, every, delay, steps = 3, 5, 2, 23
 
     def run(rank, peers):
@@ -238,13 +238,12 @@ def test_a_replica_that_is_left_out():
         if rank == 1:
             write(model, flat(model) * float("nan"))
         train(model, replica, range(1, 2), rank)
-        with pytest.warns(UserWarning, match="did not count"):
-            train(model, replica, range(2, 4), rank)
-        train(model, replica, range(4, 7), rank)
+        train(model, replica, range(2, 7), rank)
         replica.finish()
         return flat(model)
 
-    one, two = offbeat.Simulation(2).run(run)
+    with pytest.warns(UserWarning, match="did not count"):
+        one, two = offbeat.Simulation(2).run(run)
     assert torch.equal(one, two)
     assert one.isfinite().all()
 

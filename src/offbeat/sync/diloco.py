@@ -69,7 +69,8 @@ class DiLoCo(Replica):
 
     ``optimizer.outer`` is the outer optimizer: a learning-rate scheduler can be given to it.
 
-    References: Douillard et al., arXiv 2311.08105 and 2501.18512; Kale et al., arXiv 2502.12996; Charles et al., arXiv 2503.09799.
+    References: Douillard et al., arXiv 2311.08105 and 2501.18512; Kale et al., arXiv 2502.12996; Charles et al.,
+    arXiv 2503.09799.
     """
 
     def __init__(

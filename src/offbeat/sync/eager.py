@@ -10,8 +10,8 @@ When the mean arrives, :math:`k` steps later, the anchor makes the true step and
 .. math:: a' = \mathrm{outer}\bigl(a,\; \tfrac{1}{M} \textstyle\sum_j \Delta_j\bigr), \qquad
    x_i \leftarrow x_i + (a' - a) - d_i .
 
-With a delay of one whole period this is the eager update of arXiv 2502.12996: in round :math:`t` replica :math:`i` makes
-an outer step with
+With a delay of one whole period this is the eager update of arXiv 2502.12996: in round :math:`t` replica :math:`i`
+makes an outer step with
 
 .. math:: \tilde\Delta_i^{(t)} = \tfrac{1}{M} \bigl(\Delta_i^{(t)} - \Delta_i^{(t-1)}\bigr)
    + \tfrac{1}{M} \textstyle\sum_j \Delta_j^{(t-1)},
@@ -104,7 +104,8 @@ class Eager:
 
     def _copy_options(self) -> None:
         """The options that are in force, such as a scheduled learning rate."""
-        assert self.own.optimizer is not None and self._outer.optimizer is not None
+        assert self.own.optimizer is not None
+        assert self._outer.optimizer is not None
         for mine, theirs in zip(self.own.optimizer.param_groups, self._outer.optimizer.param_groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key != "params"})
 
@@ -126,8 +127,8 @@ def check_linear(optimizer: Optimizer | None) -> None:
     for group in optimizer.param_groups:
         if name not in ("SGD", "_SlowMomentum") or group.get("weight_decay", 0) or group.get("maximize", False):
             raise ValueError(
-                f"eager=True needs an outer optimizer whose step is linear in the pseudo-gradient, so that each replica "
-                f"can take its own part of it: SGD, with or without momentum, and without weight decay; but got a "
+                "eager=True needs an outer optimizer whose step is linear in the pseudo-gradient, so that each replica "
+                "can take its own part of it: SGD, with or without momentum, and without weight decay; but got a "
                 f"{name} with { ({key: value for key, value in group.items() if key != 'params'}) }"
             )
 

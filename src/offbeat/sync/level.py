@@ -120,13 +120,14 @@ class Level:
             raise ValueError("eager=True needs an outer optimizer, whose step is taken early; pass outer=")
         if self.mixing is not None:
             raise ValueError(
-                f"mixing={self.mixing} cannot be used with eager=True: a landing replaces the eager step by the true one "
-                "and keeps what the replica has learnt since; leave mixing out"
+                f"mixing={self.mixing} cannot be used with eager=True: a landing replaces the eager step by the true "
+                "one and keeps what the replica has learnt since; leave mixing out"
             )
         if not self.delay:
             if callable(self.every):
                 raise ValueError(
-                    "eager=True with a function as every needs a delay, because a period has no fixed length; pass delay="
+                    "eager=True with a function as every needs a delay, because a period has no fixed length; pass "
+                    "delay="
                 )
             object.__setattr__(self, "delay", self.every)
 
