@@ -1,4 +1,4 @@
-"""``step(closure)`` of an overlapped optimizer: the closure runs once, and the numbers are those of the loop without."""
+"""``step(closure)`` of an overlapped optimizer: the closure runs once, with the numbers of the loop without it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def test_the_numbers_are_those_without_a_closure(library, options):
     opts = [library.AdamW(m.parameters(), lr=0.05) for m in (a, b)]
     handles = [offbeat.overlap(opt, m, **options) for opt, m in zip(opts, (a, b), strict=True)]
     losses = [run(m, opt, closure=m is a) for m, opt in zip((a, b), opts, strict=True)]
-    assert losses[0] == losses[1] and same(a, b)
+    assert losses[0] == losses[1]
+    assert same(a, b)
     assert handles[0].last_norm == handles[1].last_norm
     if not options:  # and those of an optimizer that is not overlapped
         plain = make()

@@ -460,6 +460,25 @@ def mark_scaled(optimizer: Any, value: bool | None) -> None:
         delattr(optimizer, _AMP)
 
 
+def mark_wrapper(cls: type, inner: Callable[[Any], Any]) -> None:
+    """Have :func:`takes_scaled_gradients` say for a wrapper what it says for the optimizer inside.
+
+    A GradScaler's own step is always told yes. It then calls the wrapper's step at every step, and leaves it to the
+    wrapper to skip.
+    """
+    scaler_step = torch.amp.GradScaler.step.__code__
+
+    def mark(self: Any) -> bool:
+        frame = sys._getframe(1)
+        for _ in range(3):  # the scaler, or something that forwards attributes in between
+            if frame is None or frame.f_code is scaler_step:
+                break
+            frame = frame.f_back  # type: ignore[assignment]
+        return (frame is not None and frame.f_code is scaler_step) or takes_scaled_gradients(inner(self))
+
+    setattr(cls, _AMP, property(mark))
+
+
 def scale_of(scaler: Any) -> Tensor | None:
     """A GradScaler's scale; None before it has scaled anything."""
     found: Tensor | None = scaler._scale

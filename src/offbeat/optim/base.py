@@ -21,7 +21,7 @@ from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
 from offbeat.engine.unbegun import mark_unbegun
-from offbeat.optim.checkpoint import loaded, packed
+from offbeat.optim.checkpoint import check_not_wrappers, loaded, packed
 from offbeat.optim.signature import describe, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
 
@@ -314,6 +314,7 @@ class RuleOptimizer(Optimizer):
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        check_not_wrappers(state_dict, type(self).__name__)
         state, groups = loaded(self, state_dict, self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):

@@ -18,7 +18,7 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local
 from offbeat.rules.rule import PRECISION, Slot, Values
 
-__all__ = ["loaded", "packed"]
+__all__ = ["check_not_wrappers", "loaded", "packed"]
 
 
 def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
@@ -46,6 +46,24 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
                     if slot.key in state.get(i, ()):
                         state[i][slot.key] = slot.saved(state[i][slot.key])
     return {"state": state, "param_groups": groups}
+
+
+def check_not_wrappers(state_dict: dict[str, Any], mine: str) -> None:
+    """Raise if this state dict was saved by a wrapper around an optimizer, whose part of it would be ignored.
+
+    Such a wrapper adds an entry of its own, a dictionary in which ``"wrapper"`` is its name.
+
+    Args:
+        mine: the name of the optimizer that is to load it.
+    """
+    for key, value in state_dict.items():
+        name = value.get("wrapper") if isinstance(value, dict) and key not in ("state", "param_groups") else None
+        if isinstance(name, str):
+            raise ValueError(
+                f"this is the state dict of a {name} around the optimizer, and {mine} would ignore its step counter "
+                f"and everything else in {key!r}, so that warm-up begins again; call load_state_dict() of the {name}, "
+                "or give this one only 'state' and 'param_groups'"
+            )
 
 
 def loaded(

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat import _torch
+from offbeat import _torch, frameworks
 from offbeat.overlap.clipping import MODES
 from offbeat.overlap.registry import is_registered
 
-__all__ = ["ReadsGradients", "check_module", "check_options", "check_parameters", "owners"]
+__all__ = ["ReadsGradients", "check_module", "check_options", "check_parameters", "check_wrapper", "owners"]
 
 #: By parameter, a weak reference to the handle that overlaps it.
 owners: Any = _torch.weak_table()
@@ -94,6 +94,16 @@ def check_module(module: Any, comm_hook: Any) -> None:
         )
 
 
+def check_wrapper(optimizer: Any, scaler: Any) -> None:
+    """Raise if a framework's wrapper around the optimizer does what overlap must be told of."""
+    theirs = getattr(optimizer, "scaler", None) if frameworks.is_wrapped(optimizer) else None
+    if theirs is not None and theirs is not scaler and theirs.is_enabled():
+        raise ValueError(
+            f"this {type(optimizer).__name__} has a GradScaler, and gradients must not be used before they are "
+            "unscaled; pass it to overlap() too, as scaler=accelerator.scaler"
+        )
+
+
 def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> None:
     """Raise if the optimizer cannot be overlapped, or not with this module."""
     if not isinstance(optimizer, Optimizer) or _torch.step_pre_hooks(optimizer) is None:
@@ -104,8 +114,8 @@ def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> No
     if inner is not None and not is_registered(type(optimizer)):
         raise TypeError(
             f"{type(optimizer).__name__} wraps another optimizer ({type(inner).__name__}), and overlap() does not know "
-            "what it does besides calling it; overlap the inner optimizer, or define how to step a bucket with "
-            "offbeat.register_overlapped"
+            f"what it does besides calling it; call overlap() first, with the {type(inner).__name__}, then make the "
+            f"{type(optimizer).__name__} around it, or define how to step a bucket with offbeat.register_overlapped"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty and not is_registered(type(optimizer)):

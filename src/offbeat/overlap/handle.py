@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat import _torch
-from offbeat.overlap.checks import check_module, check_options, check_parameters, owners
+from offbeat import _torch, frameworks
+from offbeat.overlap.checks import check_module, check_options, check_parameters, check_wrapper, owners
 from offbeat.overlap.clipping import Clipping
 from offbeat.overlap.ddp import DdpSource, check_ddp
 from offbeat.overlap.fsdp import FsdpSource, fsdp_units
@@ -45,6 +45,7 @@ def overlap(
 
     Args:
         optimizer: any :class:`torch.optim.Optimizer` whose update of a parameter does not depend on other parameters.
+            Of the wrappers that Accelerate and Lightning make, the optimizer inside is overlapped.
         module: the module with the optimizer's parameters: plain, in ``DistributedDataParallel``, or with
             ``fully_shard``.
         accumulate: the number of backward passes in a step; or a function that returns, during a backward pass,
@@ -84,8 +85,10 @@ def overlap(
     """
     _torch.require("overlap")
     check_options(accumulate, clip_norm, clip, scaler, comm_hook, comm_state, bucket_cap_mb)
-    called = module
-    module = _torch.inner_module(module)
+    check_wrapper(optimizer, scaler)
+    wrapper, optimizer = optimizer, frameworks.inner_optimizer(optimizer)
+    called = frameworks.inner_module(module)
+    module = _torch.inner_module(called)
     check_module(module, comm_hook)
     check_parameters(optimizer, module, scaler)
     if isinstance(module, DistributedDataParallel):
@@ -101,7 +104,7 @@ def overlap(
         source = FsdpSource(step, module, called, cap, units)
     else:
         source = ModuleSource(step, module, called, cap)
-    return Overlap(step, source, scaler)
+    return Overlap(step, source, scaler, None if wrapper is optimizer else type(wrapper).__name__)
 
 
 def overlap_of(optimizer: Optimizer) -> Overlap | None:
@@ -118,7 +121,8 @@ def overlap_of(optimizer: Optimizer) -> Overlap | None:
 class Overlap:
     """The handle of an overlapped optimizer. Made by :func:`overlap`."""
 
-    def __init__(self, step: Step, source: Source, scaler: Any) -> None:
+    def __init__(self, step: Step, source: Source, scaler: Any, wrapper: str | None = None) -> None:
+        self._wrapper = wrapper  # the class of a framework's wrapper that the optimizer was found in
         self._step: Step | None = step
         self._source = source
         self._owned: list[Tensor] = []
@@ -126,6 +130,24 @@ class Overlap:
         if scaler is not None and scaler.is_enabled():
             step.scaling = Scaling(scaler, step.optimizer, self._finish_scaling)
         self._own(step.parameters.all)
+
+    def __repr__(self) -> str:
+        step = self._step
+        if step is None:
+            return "Overlap (removed)"
+        inside = f", inside {self._wrapper}" if self._wrapper else ""
+        lines = [
+            f"optimizer: {type(step.optimizer).__name__}{inside}",
+            f"module: {self._source.module_name}, {len(step.parameters.all)} parameters",
+        ]
+        if step.accumulation.passes > 1:
+            lines.append(f"accumulate: {step.accumulation.passes} backward passes")
+        if step.clip is not None:
+            lines.append(f"clip: {step.clip.mode}, to a norm of {step.clip.limit:g}")
+        if step.scaling is not None:
+            lines.append(f"scaler: {type(step.scaling.scaler).__name__}")
+        lines.append(f"steps: {step.count}")
+        return "Overlap (\n" + "".join(f"    {line}\n" for line in lines) + ")"
 
     @property
     def last_norm(self) -> Tensor | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from offbeat import _torch
 from offbeat.ddp import is_inside_ddp
 from offbeat.engine.tensors import local
+from offbeat.frameworks import DDP_IN_FRAMEWORKS
 from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.source import Source, refuse_graph
 from offbeat.overlap.step import Step
@@ -126,7 +127,8 @@ class ModuleSource(Source):
             if is_inside_ddp(self.step.parameters.all):
                 raise RuntimeError(
                     "overlapped parameters belong to a DistributedDataParallel module, which has not reduced their "
-                    "gradients yet when they would be updated; pass the DistributedDataParallel module to overlap()"
+                    "gradients yet when they would be updated; pass the DistributedDataParallel module to overlap(): "
+                    f"{DDP_IN_FRAMEWORKS}"
                 )
         if is_nested():
             self._be_reentrant()
@@ -196,5 +198,6 @@ class _RefuseDdp(ModuleHook):
         if not torch.compiler.is_compiling() and _torch.is_inside_ddp():
             raise RuntimeError(
                 "an overlapped module runs inside DistributedDataParallel, which has not reduced its gradients yet "
-                "when its parameters would be updated; pass the DistributedDataParallel module to overlap()"
+                "when its parameters would be updated; pass the DistributedDataParallel module to overlap(): "
+                f"{DDP_IN_FRAMEWORKS}"
             )

@@ -23,6 +23,7 @@ class Source(ABC):
 
     def __init__(self, step: Step, module: torch.nn.Module) -> None:
         self.step = step
+        self.module_name = type(module).__name__
         self._removed = False
         self._pass: int | None = None  # the backward pass that brought the last gradient
         self._arrivals = Arrivals(self.arrived, module)

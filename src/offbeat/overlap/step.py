@@ -35,6 +35,7 @@ class Step:
         stepped: by id, the parameters that have been updated in this step.
         in_bucket: whether a bucket is being stepped. A call of ``optimizer.step`` meanwhile is a part of that.
         in_step: whether ``optimizer.step()`` is running.
+        count: the number of steps made since overlap began.
         is_finished: whether :meth:`finish` has been called since the last gradient arrived.
     """
 
@@ -53,6 +54,7 @@ class Step:
         self.hooks: StepHooks | None = None
         self.lock = threading.RLock()
         self.stepped: dict[int, Tensor] = {}
+        self.count = 0
         self.in_bucket = self.in_step = self.is_finished = False
         self._overlapped = overlapped(optimizer)
         self._placeholders = Placeholders()
@@ -215,6 +217,7 @@ class Step:
 
     def hand_over(self) -> None:
         """Let the optimizer's own step see only the gradients that are left."""
+        self.count += self.is_open
         self.in_step = True
         self._used = list(self.stepped.values())
         self.reset()

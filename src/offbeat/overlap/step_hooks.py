@@ -35,7 +35,7 @@ class StepHooks:
         self._last = optimizer.register_step_pre_hook(last)
         self._after = optimizer.register_step_post_hook(after)
         self.keep_order()
-        # Later is too late: a closure runs backward while torch goes through the hooks, and their order must not change.
+        # Later is too late: a closure runs backward while torch goes through the hooks, whose order must not change.
         setattr(optimizer, _REGISTER, _Register(self))
 
     def keep_order(self) -> None:

@@ -82,6 +82,12 @@ class Calendar:
             return not self.warmup(self.step)
         return self._since is not None
 
+    @property
+    def local_steps(self) -> int:
+        """The number of steps made after warm-up."""
+        since = self._since if callable(self.warmup) else self.warmup
+        return 0 if since is None else max(0, self.step - since)
+
     def settle(self) -> bool:
         """Decide, once per step, whether the current step is after warm-up."""
         if callable(self.warmup) and self._since is None and self._asked != self.step:

@@ -11,12 +11,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from offbeat.ddp import is_inside_ddp
+from offbeat.engine.tensors import is_dtensor
+from offbeat.frameworks import DDP_IN_FRAMEWORKS, refuse_wrapped
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.base import Codec
 from offbeat.wire.groups import node_group
 from offbeat.wire.peers import GroupPeers, Peers
 
-__all__ = ["check_cover", "check_levels", "check_module", "find_subgroup", "in_words"]
+__all__ = ["check_cover", "check_levels", "check_module", "check_not_wrapped_since", "find_subgroup", "in_words"]
 
 
 def check_levels(levels: Any, state: Any) -> list[Any]:
@@ -57,6 +60,7 @@ def check_module(opt: Any, module: Any) -> None:
     """Raise if LocalSGD cannot wrap this optimizer or this module."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+    refuse_wrapped(opt, "LocalSGD")
     if not isinstance(opt, Optimizer):
         raise TypeError(f"opt must be a torch.optim.Optimizer, but got {type(opt).__name__}")
     if isinstance(opt, OptimizerWrapper):
@@ -124,3 +128,22 @@ def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor
                 f"{name} of the optimizer is not in the DistributedDataParallel module, so that its gradient would not "
                 "be averaged; pass LocalSGD the module that the optimizer trains"
             )
+
+
+def check_not_wrapped_since(params: Mapping[str, Tensor], sharded: bool, everyone: Peers) -> None:
+    """Raise on every rank if parameters of a plain module have been given to DDP or FSDP2 on any of them.
+
+    Frameworks wrap the module after the optimizer is made. What they wrap it in averages gradients over all ranks at
+    every step, so that replicas would never train by themselves.
+    """
+    found = "fully_shard" if any(is_dtensor(p) for p in params.values()) and not sharded else None
+    if found is None and is_inside_ddp(list(params.values())):
+        found = "DistributedDataParallel"
+    found = next((one for one in everyone.gather_objects(found) if one is not None), None)
+    if found is not None:
+        raise RuntimeError(
+            f"the module was wrapped in {found} after LocalSGD was made, so that gradients are averaged over all ranks "
+            "at every step and replicas never train by themselves. Wrap the module first, then make the optimizer, "
+            "then LocalSGD(optimizer, module) with the wrapped module"
+            + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
+        )

@@ -13,15 +13,23 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from offbeat import _torch
+from offbeat import _torch, frameworks
 from offbeat.ddp import is_inside_ddp
+from offbeat.optim.checkpoint import check_not_wrappers
 from offbeat.overlap.handle import overlap_of
 from offbeat.sync.agreement import check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.buffer_policy import check_buffers
 from offbeat.sync.calendar import Calendar, Entry
-from offbeat.sync.checks import check_cover, check_levels, check_module, find_subgroup, in_words
+from offbeat.sync.checks import (
+    check_cover,
+    check_levels,
+    check_module,
+    check_not_wrapped_since,
+    find_subgroup,
+    in_words,
+)
 from offbeat.sync.contents import Contents
 from offbeat.sync.eager import check_linear
 from offbeat.sync.exchange import Exchange
@@ -34,6 +42,7 @@ from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import replica_group
+from offbeat.wire.peers import GroupPeers
 
 __all__ = ["Replica"]
 
@@ -135,7 +144,7 @@ class Replica(OptimizerWrapper, Joinable):
         exchanges = [Exchange(bucket_bytes, reduce_dtype, undo, ordered=level.ordered) for level in levels]
         super().__init__(opt)
         Joinable.__init__(self)
-        module = _torch.inner_module(module)
+        module = _torch.inner_module(frameworks.inner_module(module))
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = peers_of(group)
@@ -185,7 +194,8 @@ class Replica(OptimizerWrapper, Joinable):
         self._top = len(levels) - 1
         self._levels = levels
         self._gradient_mean: GradientMean | None = None
-        self._begun = self._anchored = False
+        self._begun = self._anchored = self._made_equal = False
+        self._looked_at_module, self._sharded = False, sharded
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
         check_cover(self._ddp, self._contents.params(), self._everyone.size)
@@ -205,6 +215,8 @@ class Replica(OptimizerWrapper, Joinable):
         self._is_stepping = False
         guard = opt.register_step_pre_hook(_Guard(self))
         weakref.finalize(self, guard.remove).atexit = False
+        loading = opt.register_load_state_dict_pre_hook(_refuse_wrapped_state)
+        weakref.finalize(self, loading.remove).atexit = False
         weakref.finalize(self, self._tracks.close).atexit = False
 
     def _check_outers(self, within: Any) -> None:
@@ -231,6 +243,17 @@ class Replica(OptimizerWrapper, Joinable):
     def is_local(self) -> bool:
         """Whether the current step is after warm-up."""
         return self._calendar.is_local
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all replicas have the same parameters now: in warm-up, and after a round until the next step.
+
+        If not, ranks must save their own parameters and their own :meth:`state_dict`, or call :meth:`sync` first. The
+        state of the inner optimizer may differ either way, unless ``state="average"`` averages it.
+        """
+        if self._everyone.size == 1 or self._calendar.local_steps == 0:
+            return True
+        return not self._tracks.top_is_open and (self._made_equal or not self._levels[-1].kept)
 
     @property
     def bytes_sent(self) -> int:
@@ -269,6 +292,7 @@ class Replica(OptimizerWrapper, Joinable):
         with self._scaled_step():
             Join.notify_join_context(self)
             self._begin()
+            self._made_equal = False
             self._tracks.note_rates()
             self._is_stepping = True
             try:
@@ -292,6 +316,7 @@ class Replica(OptimizerWrapper, Joinable):
         self._anchor_between_steps()
         self._tracks.now(self._calendar.step)
         self._calendar.exchanged_already()
+        self._made_equal = True
 
     def finish(self) -> None:
         """Call it when this rank has no data left: takes part in rounds until all ranks are done.
@@ -317,6 +342,7 @@ class Replica(OptimizerWrapper, Joinable):
                         if other != part:
                             self._tracks.take_part(self._calendar.step, level, other, may_be_last=True)
                     self._calendar.go_to(self._tracks.latest(made))
+                    self._made_equal = True
                     return
                 self._calendar.exchanged(level)
             self._calendar.advance()
@@ -345,13 +371,22 @@ class Replica(OptimizerWrapper, Joinable):
         """
         calendar = self._calendar.state_dict()
         step = calendar.pop("step")
-        mine = {**calendar, **self._tracks.state_dict(anchored=self._anchored), "averaged": self._contents.averaged()}
+        mine = {
+            "wrapper": type(self).__name__,
+            "replica": self._replica(),
+            "replicas": self.replicas,
+            "agreed": self.agreed,
+            **calendar,
+            **self._tracks.state_dict(anchored=self._anchored),
+            "averaged": self._contents.averaged(),
+        }
         return self._finish_state_dict({**self._inner_state_dict(), "step": step, "replica": mine})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, of ``PostLocalSGDOptimizer``, or of the optimizer alone.
 
-        A checkpoint without anchors starts them from the parameters at the next step; load the model first.
+        A checkpoint without anchors starts them from the parameters at the next step; load the model first. Warns if it
+        is another replica's, saved when replicas differed: what this one had learned since the last round is lost.
         """
         state_dict = self._begin_load(state_dict)
         step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
@@ -365,8 +400,22 @@ class Replica(OptimizerWrapper, Joinable):
             )
         self._calendar.load_state_dict({**mine, "step": step or 0})
         self._anchored = self._tracks.load_state_dict(mine)
-        self._begun = True
+        self._begun, self._made_equal = bool(step), bool(mine.get("agreed"))
+        if not mine.get("agreed", True) and mine["replica"] != self._replica() and self.replicas > 1:
+            warnings.warn(
+                f"this state was saved by replica {mine['replica']} of {mine['replicas']} after step {step}, between "
+                f"two rounds, when replicas differed, and it is loaded on replica {self._replica()}: what that one had "
+                "learned since the last round is lost, and its optimizer state. Save and load the model and "
+                "state_dict() of every rank; or call sync() on every rank before saving one",
+                stacklevel=2,
+            )
         self._finish_load()
+
+    def _replica(self) -> int:
+        """The number of this replica: its first rank, for ranks that average their gradients are one replica."""
+        everyone = self._everyone
+        ranks = [everyone.ranks[everyone.rank]] if self._subgroup is None else self._subgroup.ranks
+        return min(everyone.ranks.index(rank) for rank in ranks if rank in everyone.ranks)
 
     @property
     def join_device(self) -> torch.device:
@@ -401,6 +450,10 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _begin(self) -> None:
         """Before the first step, and before the first local one: see to it that replicas are equal."""
+        if not self._looked_at_module:
+            self._looked_at_module = True
+            if self._ddp is None and self._everyone.size > 1 and isinstance(self._everyone, GroupPeers):
+                check_not_wrapped_since(self._contents.params(), self._sharded, self._everyone)
         if not self._begun:
             self._begun = True
             others = self._gradient_mean is not None
@@ -458,7 +511,8 @@ class Replica(OptimizerWrapper, Joinable):
         if is_inside_ddp(list(self._contents.params().values())):
             raise ValueError(
                 "parameters of this module belong to a DistributedDataParallel module, which would still average their "
-                "gradients over all ranks at every step; pass the DistributedDataParallel module to LocalSGD"
+                "gradients over all ranks at every step; pass the DistributedDataParallel module to LocalSGD: "
+                f"{frameworks.DDP_IN_FRAMEWORKS}"
             )
         if handle is None:
             self._gradient_mean = GradientMean(bucket_bytes)
@@ -506,6 +560,10 @@ class Replica(OptimizerWrapper, Joinable):
         return self._gradient_mean.average(self._contents.params(), peers, found=found)
 
 
+def _refuse_wrapped_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    check_not_wrappers(state_dict, type(optimizer).__name__)
+
+
 def _size(group: Any) -> int:
     return peers_of(group).size
 
@@ -536,7 +594,8 @@ class _Guard:
             return None
         return (
             "LocalSGD averages this optimizer's gradients in step(), after overlap() would have used them; call "
-            "overlap() before it, with warmup=0 and subgroup=None, or wrap the module in DistributedDataParallel"
+            "overlap() first, then LocalSGD(..., warmup=0, subgroup=None), or wrap the module in "
+            "DistributedDataParallel"
         )
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -107,6 +107,11 @@ class Tracks:
         for track in self._every():
             track.moved = True
 
+    @property
+    def top_is_open(self) -> bool:
+        """Whether this rank has made a step since the last round of the top level, or one is in flight."""
+        return any(track.moved or track.flight is not None for track in self._tracks[-1])
+
     def follow(self) -> None:
         """Take anchors of parameters that have none yet."""
         for outer in self.outers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offbeat import _torch
+from offbeat import _torch, frameworks
 from offbeat.overlap.handle import overlap_of
 from offbeat.overlap.scaling import unscale
 
@@ -27,9 +28,12 @@ class OptimizerWrapper(Optimizer):
 
     def __init__(self, optim: Optimizer) -> None:
         _torch.require("sync")
+        frameworks.refuse_wrapped(optim, type(self).__name__)
         if not isinstance(optim, Optimizer):
             raise TypeError(f"optim must be a torch.optim.Optimizer, but got {type(optim).__name__}")
         self.optim: Any = None
+        self._skipped: Any = False
+        self._is_told = False
         super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
         self.optim = optim
 
@@ -42,6 +46,53 @@ class OptimizerWrapper(Optimizer):
             for name in _SCALER:
                 vars(self).pop(name, None)
             raise
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left parameters alone, because a GradScaler found gradients that are not finite."""
+        return _is_set(self._skipped)
+
+    @property
+    def found_inf(self) -> Any:
+        """What a GradScaler lends a step: whether this rank's gradients are not finite."""
+        if "found_inf" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'found_inf'")
+        return vars(self)["found_inf"]
+
+    @found_inf.setter
+    def found_inf(self, found: Any) -> None:
+        vars(self)["found_inf"] = found
+        around = vars(self).get("step")
+        if around is not None:
+            # Somebody has put a function around step() to see whether the scaler calls it, as Accelerate does.
+            vars(self)["step"] = functools.partial(self._step_unseen, around)
+
+    @found_inf.deleter
+    def found_inf(self) -> None:
+        del vars(self)["found_inf"]
+
+    def _step_unseen(self, around: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a step, and only if it is not skipped let the function around it know."""
+        vars(self)["step"] = around
+        result = type(self).step(self, *args, **kwargs)
+        if not self.step_was_skipped:
+            self._is_told = True
+            try:
+                around(*args, **kwargs)
+            finally:
+                self._is_told = False
+        return result
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """As torch's, which runs hooks; but does nothing while others are told of a step that has been made."""
+        hooked = Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def step(self: OptimizerWrapper, *args: Any, **kwargs: Any) -> Any:
+            return None if self._is_told else hooked(self, *args, **kwargs)
+
+        return step
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -106,6 +157,7 @@ class OptimizerWrapper(Optimizer):
     def _step_inner(self, closure: Callable[[], Any] | None) -> Any:
         """The inner optimizer's step, or none if a GradScaler has found this rank's gradients not finite."""
         found, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        self._skipped = False
         if closure is not None:
             if found is not None:
                 raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -126,9 +178,12 @@ class OptimizerWrapper(Optimizer):
         else:
             self.optim.grad_scale, self.optim.found_inf = scale, found
             try:
-                return self.optim.step()
+                result = self.optim.step()
             finally:
                 del self.optim.grad_scale, self.optim.found_inf
+            self._skipped = found  # not asked here: it may be on a device
+            return result
+        self._skipped = found
         return None if found else self.optim.step()
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -146,8 +201,9 @@ class OptimizerWrapper(Optimizer):
 
 
 # Have a GradScaler call ``step()`` always: whether the inner step is skipped is this rank's affair, but what the
-# wrapper does around it is every rank's.
-_torch.mark_scaled(OptimizerWrapper, True)
+# wrapper does around it is every rank's. Whoever else asks is told about the optimizer inside: frameworks do not clip
+# the gradients of optimizers that unscale them.
+_torch.mark_wrapper(OptimizerWrapper, lambda wrapper: wrapper.optim)
 
 
 def _is_set(found: Any) -> bool:
