@@ -115,8 +115,8 @@ def test_overlap_takes_the_optimizer_inside(wrapper):
     train(b, torch.optim.AdamW(b.parameters(), lr=0.05))
     assert same(a, b)
     handle.remove()
+    given = AcceleratedOptimizer(inner, torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match=r"scaler=accelerator\.scaler"):
-        given = AcceleratedOptimizer(inner, torch.amp.GradScaler("cpu"))
         offbeat.overlap(given, a)
     offbeat.overlap(given, a, scaler=given.scaler)
 
@@ -276,7 +276,7 @@ def test_a_state_dict_of_replicas_is_refused_by_other_optimizers(one_rank, name)
     local = getattr(offbeat, name)(inner, model, every=3, warmup=2)
     train(model, local)
     saved = local.state_dict()
-    split = [p for p in make().parameters()]
+    split = list(make().parameters())
     others = [
         offbeat.AdamW(make().parameters()),
         offbeat.Chain([offbeat.AdamW(split)]),

@@ -245,7 +245,7 @@ def overlap_before_and_after(rank, world):
     model = make()
     inner = offbeat.AdamW(model.parameters(), lr=0.01)
     local = offbeat.LocalSGD(inner, model, every=3, warmup=2, subgroup=None)
-    with pytest.raises(ValueError, match="call overlap\\(\\) before it"):
+    with pytest.raises(ValueError, match="call overlap\\(\\) first"):
         offbeat.overlap(inner, model)
     del local
     gc.collect()

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
 from offbeat.optim.checkpoint import check_not_wrappers
-from offbeat.optim.checkpoint import check_not_wrappers
 from offbeat.optim.line_search import Point, strong_wolfe
 from offbeat.optim.vectors import Layout, Vector
 from offbeat.rules.checks import in_range, require_number

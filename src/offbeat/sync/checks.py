@@ -130,8 +130,8 @@ def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor
             )
 
 
-def check_not_wrapped_since(params: Mapping[str, Tensor], sharded: bool, everyone: Peers) -> None:
-    """Raise on every rank if parameters of a plain module have been given to DDP or FSDP2 on any of them.
+def check_not_wrapped_since(params: Mapping[str, Tensor], *, sharded: bool) -> None:
+    """Raise if parameters of a plain module have been given to DDP or FSDP2, which all ranks do together.
 
     Frameworks wrap the module after the optimizer is made. What they wrap it in averages gradients over all ranks at
     every step, so that replicas would never train by themselves.
@@ -139,7 +139,6 @@ def check_not_wrapped_since(params: Mapping[str, Tensor], sharded: bool, everyon
     found = "fully_shard" if any(is_dtensor(p) for p in params.values()) and not sharded else None
     if found is None and is_inside_ddp(list(params.values())):
         found = "DistributedDataParallel"
-    found = next((one for one in everyone.gather_objects(found) if one is not None), None)
     if found is not None:
         raise RuntimeError(
             f"the module was wrapped in {found} after LocalSGD was made, so that gradients are averaged over all ranks "

@@ -453,7 +453,7 @@ class Replica(OptimizerWrapper, Joinable):
         if not self._looked_at_module:
             self._looked_at_module = True
             if self._ddp is None and self._everyone.size > 1 and isinstance(self._everyone, GroupPeers):
-                check_not_wrapped_since(self._contents.params(), self._sharded, self._everyone)
+                check_not_wrapped_since(self._contents.params(), sharded=self._sharded)
         if not self._begun:
             self._begun = True
             others = self._gradient_mean is not None
