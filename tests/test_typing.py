@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import offbeat
+from offbeat.sync import options
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(offbeat.__file__).parent
@@ -74,11 +78,34 @@ def test_examples_are_clean(check, tmp_path):
     assert not check(EXAMPLES, tmp_path, strict=False)
 
 
+def test_every_public_name_is_among_the_correct_uses():
+    text = (USES / "correct.py").read_text()
+    assert not [name for name in offbeat.__all__ if not re.search(rf"\boffbeat\.{name}\b", text)]
+
+
 def test_the_stub_is_what_the_generator_writes():
     spec = importlib.util.spec_from_file_location("make_stubs", ROOT / "tools" / "make_stubs.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert (SOURCE / "optim" / "optimizers.pyi").read_text() == generator.stub(), "run python tools/make_stubs.py"
+
+
+def keywords(cls):
+    found = inspect.signature(cls).parameters.values()
+    return {one.name: (one.annotation, one.default) for one in found if one.kind is one.KEYWORD_ONLY}
+
+
+def test_options_that_are_passed_on_are_those_of_the_class():
+    replica, local = keywords(offbeat.Replica), keywords(offbeat.LocalSGD)
+    assert {name: local[name] for name in replica} == replica
+    # For SlowMo and DiLoCo. Those of a TypedDict are ForwardRefs.
+    passed_on = {name: hint.__forward_arg__ for name, hint in options.ReplicaOptions.__annotations__.items()}
+    assert passed_on == {name: annotation for name, (annotation, _) in replica.items()}
+    level = {field.name: field.type for field in dataclasses.fields(offbeat.Level)}
+    passed_on = {name: hint.__forward_arg__ for name, hint in options.SlowMoLevelOptions.__annotations__.items()}
+    assert passed_on == {name: hint for name, hint in level.items() if name not in ("every", "outer")}
+    own = inspect.signature(offbeat.DiLoCo).parameters
+    assert set(options.LevelOptions.__annotations__) == {name for name in level if name not in own}
 
 
 def test_the_package_says_that_it_has_types():

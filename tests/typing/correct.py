@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_type
 
 import offbeat
@@ -74,6 +81,108 @@ def own_rule(rule: offbeat.Rule) -> None:
     offbeat.Slot("momentum_buffer", init=0.0)
 
 
+def overlap(model: nn.Module, ddp: DistributedDataParallel) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = offbeat.overlap(optimizer, model, accumulate=4, clip_norm=1.0, clip="previous", bucket_cap_mb=25)
+    assert_type(handle, offbeat.Overlap)
+    assert_type(handle.last_norm, Tensor | None)
+    with handle.accumulate():
+        pass
+    handle.load_state_dict(handle.state_dict())
+    handle.reset()
+    handle.remove()
+    scaler = torch.amp.GradScaler("cpu")  # pyright: ignore[reportPrivateImportUsage]
+    offbeat.overlap(optimizer, model, scaler=scaler, accumulate=lambda: False)
+    offbeat.overlap(optimizer, ddp, comm_hook=fp16_compress_hook)
+    state = offbeat.CodecState("int8", error_feedback=1.0, not_finite="nan")
+    offbeat.overlap(optimizer, ddp, comm_hook=offbeat.codec_hook, comm_state=state)
+    ddp.register_comm_hook(offbeat.CodecState(offbeat.TopK(0.03, bits=2)), offbeat.codec_hook)
+
+
+class Custom(torch.optim.Optimizer):
+    def update_some(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
+
+
+@offbeat.register_overlapped(Custom)
+class OverlappedCustom(offbeat.OverlappedOptimizer):
+    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        assert isinstance(self.optimizer, Custom)
+        self.optimizer.update_some(params, grads)
+
+
+@offbeat.register_overlapped
+class StepsBuckets(torch.optim.Optimizer):
+    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
+
+
+def replicas(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> None:
+    assert_type(OverlappedCustom(Custom(model.parameters(), {})), OverlappedCustom)
+    assert_type(StepsBuckets(model.parameters(), {}), StepsBuckets)
+    inner = offbeat.AdamW(model.parameters())
+    local = offbeat.LocalSGD(inner, model, every=8, warmup=100, delay=4, state="reset", buffers="broadcast")
+    assert_type(local.steps, int)
+    assert_type(local.syncs, int)
+    assert_type(local.bytes_sent, int)
+    assert_type(local.is_local, bool)
+    assert_type(local.optim, torch.optim.Optimizer)
+    assert_type(local.outer, torch.optim.Optimizer | None)
+    assert_type(local.step(), None)
+    assert_type(local.step(lambda: torch.zeros(())), Tensor)
+    local.seen(32)
+    local.sync()
+    local.finish()
+    torch.optim.lr_scheduler.ExponentialLR(local, 0.9)
+    offbeat.LocalSGD(inner, model, every={4: 2, 16: None}, nonfinite="skip", undo="memory", snapshot="cpu")
+    offbeat.LocalSGD(inner, model, [(4, "node"), (16, group), (64, None)], mesh=mesh, deadline=10.0)
+    offbeat.LocalSGD(inner, model, every=lambda step: step // 10 + 1, warmup=lambda step: step < 100)
+    offbeat.LocalSGD(inner, model, group=group, subgroup=group, state={"exp_avg": "average"}, bucket_mb=16)
+    offbeat.LocalSGD(inner, model, subgroup=None, comm_hook=fp16_compress_hook, reduce_dtype=torch.float32)
+    offbeat.SlowMo(inner, model, every=12, slow_momentum=0.6, level={"nonfinite": "skip"}, undo="off")
+    nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    diloco = offbeat.DiLoCo(
+        inner, model, 32, fragments=("strided", 4), codec="int4", error_feedback=0.95, weighted=True
+    )
+    assert_type(diloco.anchors(), dict[str, Tensor])
+    assert_type(diloco.outers, list[torch.optim.Optimizer | None])
+    offbeat.DiLoCo(inner, model, codec=offbeat.TopK(), outer=nesterov, delay=1, level={"anchor": "cpu"})
+    offbeat.DiLoCo(inner, model, outer=offbeat.Lion, fragments=[["weight"], ["bias"]], subgroup=None)
+    levels = [
+        offbeat.Level(every=4, group=2, phase=1),
+        offbeat.Level(every=16, group="rack", deadline=3),
+        offbeat.Level(every=64, outer=lambda groups: offbeat.SGD(groups, lr=0.7), codec="bf16", nonfinite="raise"),
+    ]
+    offbeat.Replica(inner, model, levels, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("rack", "rank")))
+    offbeat.Replica(inner, model, levels[0], warmup=10)
+
+
+def replica(rank: int, peers: Any, model: nn.Module, every: int = 2) -> float:
+    optimizer = offbeat.LocalSGD(offbeat.SGD(model.parameters()), model, every, group=peers)
+    optimizer.step()
+    return 0.0
+
+
+def simulation(model: nn.Module) -> None:
+    network = offbeat.Simulation(4, bandwidth=1e9, latency=0.01)
+    assert_type(network.run(replica, model), list[float])
+    assert_type(network.run(replica, model, every=4), list[float])
+    assert_type(network.seconds, list[float])
+    assert_type(network.bytes_sent, list[int])
+
+
+def averagers(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+    periodic = offbeat.PeriodicModelAverager(period=4, warmup_steps=100, process_group=group, undo="disk")
+    periodic.average_parameters(ddp.parameters())
+    assert_type(periodic.step, int)
+    hierarchical = offbeat.HierarchicalModelAverager({4: 2, 16: 8}, 100)
+    hierarchical.average_parameters(offbeat.SGD(ddp.parameters()).param_groups)
+    state = offbeat.PostLocalSGDState(None, None, start_localSGD_iter=100)
+    ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
+    ddp.register_comm_hook(state, offbeat.post_localSGD_hook)
+    optimizer = offbeat.PostLocalSGDOptimizer(torch.optim.SGD(ddp.parameters()), periodic)
+    assert_type(optimizer.step(), None)
+    offbeat.PostLocalSGDOptimizer(optim=offbeat.SGD(ddp.parameters()), averager=PeriodicModelAverager(4))
+
+
 def errors() -> None:
     try:
         pass
@@ -83,3 +192,8 @@ def errors() -> None:
     except offbeat.CaptureError as error:
         as_runtime_error: RuntimeError = error
         raise as_runtime_error from None
+    except (offbeat.Disagreement, offbeat.ExchangeError) as error:
+        lost: RuntimeError = error
+        raise lost from None
+    except offbeat.NotFinite as error:
+        assert_type(error.ranks, tuple[int, ...])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 
@@ -37,3 +38,58 @@ def functional(model: nn.Module) -> None:
     offbeat.as_functional(offbeat.SGD, [], lr=0.1).step(torch.nn.Linear(1, 1))  # wrong
     offbeat.as_pure(offbeat.SGD, lr="x")  # wrong
     offbeat.as_pure(offbeat.SGD, momentm=0.9)  # wrong
+
+
+def overlap(model: nn.Module, optimizer: offbeat.AdamW, ddp: DistributedDataParallel) -> None:
+    offbeat.overlap(model, optimizer)  # wrong
+    offbeat.overlap(optimizer, model, clip="exakt")  # wrong
+    offbeat.overlap(optimizer, model, clip_norm="1")  # wrong
+    offbeat.overlap(optimizer, model, clip_nrm=1.0)  # wrong
+    offbeat.overlap(optimizer, model, 4)  # wrong
+    offbeat.overlap(optimizer, model, scaler=True)  # wrong
+    offbeat.overlap(optimizer, ddp, comm_hook="fp16")  # wrong
+    offbeat.overlap(optimizer, ddp, comm_hook=lambda bucket: bucket)  # wrong
+    offbeat.CodecState(codec="int5")  # wrong
+    offbeat.CodecState(not_finite="skip")  # wrong
+    offbeat.TopK(0.03, bits=3)  # wrong
+    ddp.register_comm_hook(offbeat.CodecState("int8"), offbeat.codec_hok)  # wrong
+    offbeat.register_overlapped(torch.optim.SGD)(nn.Linear)  # wrong
+    offbeat.register_overlapped(nn.Linear)  # wrong
+
+
+def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
+    offbeat.LocalSGD(model, inner)  # wrong
+    offbeat.LocalSGD(inner, model, every="8")  # wrong
+    offbeat.LocalSGD(inner, model, every=lambda step: "8")  # wrong
+    offbeat.LocalSGD(inner, model, buffers="mean")  # wrong
+    offbeat.LocalSGD(inner, model, state="forget")  # wrong
+    offbeat.LocalSGD(inner, model, state={"exp_avg": "mean"})  # wrong
+    offbeat.LocalSGD(inner, model, snapshot="gpu")  # wrong
+    offbeat.LocalSGD(inner, model, undo=True)  # wrong
+    offbeat.LocalSGD(inner, model, nonfinite="ignore")  # wrong
+    offbeat.LocalSGD(inner, model, group=4)  # wrong
+    offbeat.LocalSGD(inner, model, subgroup="host")  # wrong
+    offbeat.LocalSGD(inner, model, mesh="dp")  # wrong
+    offbeat.LocalSGD(inner, model, weigthed=True)  # wrong
+    offbeat.LocalSGD(inner, model).seen("32")  # wrong
+    offbeat.SlowMo(inner, model, bufers="keep")  # wrong
+    offbeat.SlowMo(inner, model, buffers="mean")  # wrong
+    offbeat.SlowMo(inner, model, level={"dealy": 1})  # wrong
+    offbeat.DiLoCo(inner, model, codec="int5")  # wrong
+    offbeat.DiLoCo(inner, model, outer=inner)  # wrong
+    offbeat.DiLoCo(inner, model, undo="tape")  # wrong
+    offbeat.DiLoCo(inner, model, fragments="strided")  # wrong
+    offbeat.DiLoCo(inner, model, level={"nonfinite": "ignore"})  # wrong
+    offbeat.Level(4)  # wrong
+    offbeat.Level(every=4, codec="int5")  # wrong
+    offbeat.Level(every=4, anchor="gpu")  # wrong
+    offbeat.Replica(inner, model)  # wrong
+    offbeat.Replica(inner, model, [4, 16])  # wrong
+    offbeat.PeriodicModelAverager()  # wrong
+    offbeat.PeriodicModelAverager("4")  # wrong
+    offbeat.PeriodicModelAverager(4, undo="tape")  # wrong
+    offbeat.HierarchicalModelAverager({4: "two"})  # wrong
+    offbeat.PostLocalSGDState(None, None)  # wrong
+    offbeat.PostLocalSGDOptimizer(inner, 4)  # wrong
+    offbeat.Simulation("4")  # wrong
+    offbeat.Simulation(2).run(lambda rank: rank)  # wrong

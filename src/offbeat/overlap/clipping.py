@@ -11,7 +11,7 @@ As in :func:`torch.nn.utils.clip_grad_norm_`, gradients are multiplied by :math:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,10 @@ from torch import Tensor
 from offbeat._torch import foreach_mul_, foreach_norm, version_of
 from offbeat.engine.tensors import is_dtensor, local
 
-__all__ = ["MODES", "Clipping", "Shards", "multiply", "shard_groups"]
+__all__ = ["MODES", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
 
-MODES = ("exact", "previous", "bucket")
+Clip: TypeAlias = Literal["exact", "previous", "bucket"]
+MODES: tuple[str, ...] = get_args(Clip)
 
 #: By id of a parameter, the process groups that hold its other shards.
 Shards = dict[int, tuple[Any, ...]]
@@ -52,7 +53,7 @@ class Clipping:
         last: the norm of the last finished step, a 0-d tensor, or None before the first.
     """
 
-    def __init__(self, limit: float, mode: str) -> None:
+    def __init__(self, limit: float, mode: Clip) -> None:
         self.limit, self.mode = limit, mode
         self.last: Tensor | None = None
         self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, gradient and its version

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch, frameworks
+from offbeat._types import CommHook
 from offbeat.overlap.checks import check_module, check_options, check_parameters, check_wrapper, owners
-from offbeat.overlap.clipping import Clipping
+from offbeat.overlap.clipping import Clip, Clipping
 from offbeat.overlap.ddp import DdpSource, check_ddp
 from offbeat.overlap.fsdp import FsdpSource, fsdp_units
 from offbeat.overlap.module import ModuleSource
@@ -32,9 +34,9 @@ def overlap(
     *,
     accumulate: int | Callable[[], bool] = 1,
     clip_norm: float | None = None,
-    clip: str = "exact",
-    scaler: Any = None,
-    comm_hook: Any = None,
+    clip: Clip = "exact",
+    scaler: GradScaler | None = None,
+    comm_hook: CommHook | None = None,
     comm_state: Any = None,
     bucket_cap_mb: float | None = None,
 ) -> Overlap:
@@ -121,7 +123,7 @@ def overlap_of(optimizer: Optimizer) -> Overlap | None:
 class Overlap:
     """The handle of an overlapped optimizer. Made by :func:`overlap`."""
 
-    def __init__(self, step: Step, source: Source, scaler: Any, wrapper: str | None = None) -> None:
+    def __init__(self, step: Step, source: Source, scaler: GradScaler | None, wrapper: str | None = None) -> None:
         self._wrapper = wrapper  # the class of a framework's wrapper that the optimizer was found in
         self._step: Step | None = step
         self._source = source

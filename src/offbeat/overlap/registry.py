@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import unwrap
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from offbeat.overlap.clipping import multiply
 
 __all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
 
-T = TypeVar("T")
-
 _registry: dict[type, Any] = {}
 
 
@@ -28,6 +26,9 @@ class StepsBuckets(Protocol):
 
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Update these parameters with these gradients."""
+
+
+Steps = TypeVar("Steps", bound=StepsBuckets)
 
 
 class OverlappedOptimizer:
@@ -102,7 +103,15 @@ def _bare_step(optimizer: Optimizer) -> None:
     getattr(step, "__wrapped__", step)(optimizer)
 
 
-def register_overlapped(optimizer_class: type[T]) -> Callable[[type], type]:
+@overload
+def register_overlapped(optimizer_class: type[Steps]) -> type[Steps]: ...
+
+
+@overload
+def register_overlapped(optimizer_class: type[Optimizer]) -> Callable[[type[Steps]], type[Steps]]: ...
+
+
+def register_overlapped(optimizer_class: type) -> Any:
     """Define how to step a bucket of an optimizer class and its subclasses.
 
     A class decorator for a subclass of :class:`OverlappedOptimizer`, or for any class that is constructed with the

@@ -12,7 +12,7 @@ import warnings
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,14 @@ from offbeat.sync.agreement import agree
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Digest, Item
+from offbeat.sync.options import Undo
 from offbeat.sync.rounds import vote
 from offbeat.sync.warmup import check_warmup
 from offbeat.wire.groups import blocks, is_member, members, whole
 from offbeat.wire.peers import GroupPeers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"]
 
@@ -42,9 +46,11 @@ class ModelAverager(TorchModelAverager):
             ``"memory"`` or ``"off"``.
     """
 
-    def __init__(self, process_group: Any = None, *, bucket_mb: float = 64, undo: str = "auto") -> None:
-        self.process_group = whole(process_group)
-        self.step = 0
+    def __init__(
+        self, process_group: ProcessGroup | None = None, *, bucket_mb: float = 64, undo: Undo = "auto"
+    ) -> None:
+        self.process_group: ProcessGroup = whole(process_group)
+        self.step: int = 0
         self._exchange = Exchange(check_bucket_mb(bucket_mb), undo=undo)
         self._digest = Digest()
         self._looked = 0
@@ -55,7 +61,7 @@ class ModelAverager(TorchModelAverager):
         return self._exchange.bytes_sent
 
     @abstractmethod
-    def average_parameters(self, params: Any) -> None:
+    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
         """Count a step, and average the parameters if the schedule says so."""
 
     def _average(self, params: Any, group: Any) -> None:
@@ -91,10 +97,10 @@ class PeriodicModelAverager(ModelAverager):
         self,
         period: int,
         warmup_steps: int = 0,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         *,
         bucket_mb: float = 64,
-        undo: str = "auto",
+        undo: Undo = "auto",
     ) -> None:
         super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)
         if warmup_steps < 0:
@@ -137,10 +143,10 @@ class HierarchicalModelAverager(ModelAverager):
         self,
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         *,
         bucket_mb: float = 64,
-        undo: str = "auto",
+        undo: Undo = "auto",
     ) -> None:
         super().__init__(process_group, bucket_mb=bucket_mb, undo=undo)
         if not period_group_size_dict:
@@ -168,7 +174,7 @@ class HierarchicalModelAverager(ModelAverager):
                 f"The periods in arg ``period_group_size_dict`` {self._periods} must be in ascending order: "
                 "the last one that divides the step is used"
             )
-        self.period_process_group_dict: OrderedDict[int, Any] = OrderedDict()
+        self.period_process_group_dict: OrderedDict[int, ProcessGroup] = OrderedDict()
         logger.info("Model averaging hierarchy:")
         for period, group_size in period_group_size_dict.items():
             logger.info(

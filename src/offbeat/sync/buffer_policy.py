@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from offbeat._torch import persistent_buffers
 from offbeat.sync.items import FIRST, MEAN, Item
+from offbeat.sync.options import Buffers
 
 __all__ = ["buffer_items", "check_buffers"]
 
-BUFFERS = ("average", "broadcast", "keep")
+BUFFERS: tuple[str, ...] = get_args(Buffers)
 
 
 def check_buffers(buffers: str) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from offbeat.optim.optimizers import SGD
 from offbeat.sync.level import Level
+from offbeat.sync.options import Every, Fragments, LevelOptions, MakeOuter, ReplicaOptions, Warmup
 from offbeat.sync.replica import Replica
+from offbeat.wire.codec import CodecSpec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DiLoCo"]
 
@@ -77,20 +81,20 @@ class DiLoCo(Replica):
         self,
         opt: Optimizer,
         module: torch.nn.Module,
-        every: int | Callable[[int], int] = 32,
+        every: Every = 32,
         outer_lr: float | None = None,
         outer_momentum: float = 0.9,
-        fragments: int | tuple[str, int] | Sequence[Sequence[str]] = 1,
+        fragments: Fragments = 1,
         delay: int = 0,
-        codec: Any = None,
+        codec: CodecSpec = None,
         error_feedback: float | None = None,
         *,
         eager: bool = False,
         mixing: float | None = None,
-        warmup: int | Callable[[int], bool] = 0,
-        outer: Callable[..., Optimizer] | None = None,
-        level: dict[str, Any] | None = None,
-        **options: Any,
+        warmup: Warmup = 0,
+        outer: MakeOuter | None = None,
+        level: LevelOptions | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         me = weakref.ref(self)  # the level keeps this function, and self keeps the level
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
 from offbeat.sync.calendar import check_period
 from offbeat.sync.checks import in_words
+from offbeat.sync.options import Anchor, Every, Fragments, MakeOuter, NonFinite, Where
+from offbeat.wire.codec import CodecSpec, make_codec
 
 __all__ = ["Level", "options_in_words"]
-
-NONFINITE = ("raise", "leave_out", "skip")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,19 +54,19 @@ class Level:
         ordered: add up in rank order, so that the result does not depend on the backend's algorithm.
     """
 
-    every: int | Callable[[int], int] = 8
+    every: Every = 8
     phase: int | None = None
-    group: Any = None
-    outer: Callable[..., torch.optim.Optimizer] | None = None
-    fragments: int | tuple[str, int] | Sequence[Sequence[str]] = 1
+    group: Where = None
+    outer: MakeOuter | None = None
+    fragments: Fragments = 1
     delay: int = 0
     eager: bool = False
     mixing: float | None = None
-    codec: Any = None
+    codec: CodecSpec = None
     error_feedback: float | None = None
     deadline: float | None = None
-    nonfinite: Literal["raise", "leave_out", "skip"] = "raise"
-    anchor: Literal["device", "cpu"] = "device"
+    nonfinite: NonFinite = "raise"
+    anchor: Anchor = "device"
     anchor_dtype: torch.dtype | None = None
     ordered: bool = False
 
@@ -75,7 +75,7 @@ class Level:
         if self.phase is not None:
             _whole("phase", self.phase, 1, "step")
         _whole("delay", self.delay, 0, "steps")
-        for name, allowed in (("nonfinite", NONFINITE), ("anchor", ("device", "cpu"))):
+        for name, allowed in (("nonfinite", get_args(NonFinite)), ("anchor", get_args(Anchor))):
             if getattr(self, name) not in allowed:
                 words = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name} must be one of {words}, but got {getattr(self, name)!r}")
@@ -149,8 +149,6 @@ class Level:
             )
 
     def _check_wire(self) -> None:
-        from offbeat.wire.codec import make_codec
-
         if make_codec(self.codec) is not None and self.outer is None:
             raise ValueError(
                 f"codec={self.codec!r} needs an outer optimizer: differences from its anchor are encoded, never "

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
+from offbeat._types import CommHook
 from offbeat.sync.calendar import check_period
 from offbeat.sync.level import Level
+from offbeat.sync.options import Buffers, Levels, NonFinite, Ranks, Snapshot, State, Undo, Warmup
 from offbeat.sync.replica import Replica
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LocalSGD"]
 
@@ -67,24 +72,24 @@ class LocalSGD(Replica):
         self,
         opt: Optimizer,
         module: torch.nn.Module,
-        every: Any = 8,
-        warmup: int | Callable[[int], bool] = 0,
+        every: Levels = 8,
+        warmup: Warmup = 0,
         *,
-        group: Any = None,
-        subgroup: Any = "node",
-        mesh: Any = None,
+        group: Ranks | None = None,
+        subgroup: Literal["node"] | Ranks | None = "node",
+        mesh: DeviceMesh | None = None,
         delay: int = 0,
         deadline: float | None = None,
-        nonfinite: Literal["raise", "leave_out", "skip"] = "raise",
-        state: str | Mapping[str, str] = "keep",
-        buffers: Literal["average", "broadcast", "keep"] = "average",
+        nonfinite: NonFinite = "raise",
+        state: State | Mapping[str, State] = "keep",
+        buffers: Buffers = "average",
         weighted: bool = False,
         sync_init: bool = False,
-        comm_hook: Any = None,
+        comm_hook: CommHook | None = None,
         bucket_mb: float = 64,
         reduce_dtype: torch.dtype | None = None,
-        snapshot: Literal["device", "cpu"] = "device",
-        undo: Literal["auto", "disk", "memory", "off"] = "auto",
+        snapshot: Snapshot = "device",
+        undo: Undo = "auto",
     ) -> None:
         levels = [
             Level(every=period, phase=1, group=where, delay=delay, deadline=deadline, nonfinite=nonfinite)

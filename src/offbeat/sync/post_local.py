@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
+from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
@@ -14,6 +15,13 @@ from offbeat.ddp import as_it_is, mean_of_bucket
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import host_group, members, whole
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from offbeat._torch import GradBucket
+
+Loss = TypeVar("Loss")
 
 __all__ = ["PostLocalSGDOptimizer", "PostLocalSGDState", "post_localSGD_hook", "post_local_sgd_hook"]
 
@@ -43,8 +51,8 @@ class PostLocalSGDState:
 
     def __init__(
         self,
-        process_group: Any,
-        subgroup: Any,
+        process_group: ProcessGroup | None,
+        subgroup: ProcessGroup | None,
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
@@ -56,14 +64,14 @@ class PostLocalSGDState:
         self.iter = 0
         self._noted: set[int] = set()
 
-    def maybe_increase_iter(self, bucket: Any) -> None:
+    def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count an iteration when its last bucket arrives."""
         if bucket.is_last():
             self.iter += 1
         if self.iter == self.start_localSGD_iter:
             logger.info("Start to apply local SGD after %s iterations.", self.iter)
 
-    def note(self, bucket: Any) -> None:
+    def note(self, bucket: GradBucket) -> None:
         """Register this state for the averagers of these parameters."""
         params = [p for p in bucket.parameters() if id(p) not in self._noted]
         if params:
@@ -71,7 +79,7 @@ class PostLocalSGDState:
             self._noted.update(map(id, params))
 
 
-def post_local_sgd_hook(state: PostLocalSGDState, bucket: Any) -> Future[Any]:
+def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
     """DDP communication hook: averages gradients globally during warm-up, then in the subgroup.
 
     A drop-in for torch's ``post_localSGD_hook``; register it with
@@ -108,6 +116,15 @@ post_local_sgd_hook.__annotations__ = {}  # DDP checks annotations, but here the
 post_localSGD_hook = post_local_sgd_hook
 
 
+class Averager(Protocol):
+    """What :class:`PostLocalSGDOptimizer` needs of an averager; torch's have it too."""
+
+    step: int
+
+    def average_parameters(self, params: Any) -> None:
+        """Count a step, and average the parameters if the schedule says so."""
+
+
 class PostLocalSGDOptimizer(OptimizerWrapper):
     """Wraps an optimizer and calls an averager after each step. A drop-in for torch's class of the same name.
 
@@ -128,11 +145,17 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
     :class:`offbeat.LocalSGD` does all of this in one line.
     """
 
-    def __init__(self, optim: Optimizer, averager: Any) -> None:
+    def __init__(self, optim: Optimizer, averager: Averager) -> None:
         if not callable(getattr(averager, "average_parameters", None)) or not hasattr(averager, "step"):
             raise TypeError(f"averager must have average_parameters() and a step, but got {type(averager).__name__}")
         super().__init__(optim)
         self.averager = averager
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the optimizer's step, then the averager."""

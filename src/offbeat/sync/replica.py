@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch, frameworks
+from offbeat._types import CommHook
 from offbeat.ddp import is_inside_ddp
 from offbeat.optim.checkpoint import check_not_wrappers
 from offbeat.overlap.handle import overlap_of
@@ -38,13 +39,20 @@ from offbeat.sync.items import Item, local_part
 from offbeat.sync.joining import ReplicaJoinHook
 from offbeat.sync.level import Level, options_in_words
 from offbeat.sync.members import connect_all, connect_levels, peers_of
+from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import replica_group
 from offbeat.wire.peers import GroupPeers
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = ["Replica"]
+
+Loss = TypeVar("Loss")
 
 
 class Replica(OptimizerWrapper, Joinable):
@@ -104,21 +112,21 @@ class Replica(OptimizerWrapper, Joinable):
         self,
         opt: Optimizer,
         module: torch.nn.Module,
-        levels: Sequence[Level],
-        warmup: int | Callable[[int], bool] = 0,
+        levels: Level | Sequence[Level],
+        warmup: Warmup = 0,
         *,
-        group: Any = None,
-        subgroup: Any = "node",
-        mesh: Any = None,
-        state: str | Mapping[str, str] = "keep",
-        buffers: Literal["average", "broadcast", "keep"] = "average",
+        group: Ranks | None = None,
+        subgroup: Literal["node"] | Ranks | None = "node",
+        mesh: DeviceMesh | None = None,
+        state: State | Mapping[str, State] = "keep",
+        buffers: Buffers = "average",
         weighted: bool = False,
         sync_init: bool = False,
-        comm_hook: Any = None,
+        comm_hook: CommHook | None = None,
         bucket_mb: float = 64,
         reduce_dtype: torch.dtype | None = None,
-        snapshot: Literal["device", "cpu"] = "device",
-        undo: Literal["auto", "disk", "memory", "off"] = "auto",
+        snapshot: Snapshot = "device",
+        undo: Undo = "auto",
     ) -> None:
         _torch.require("sync")
         check_module(opt, module)
@@ -284,6 +292,12 @@ class Replica(OptimizerWrapper, Joinable):
         """The anchors of a level by parameter name: where the outer optimizer is, the same on every rank."""
         return dict(self._tracks.anchors(level))
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call the optimizer's step, then exchange what the calendar says.
 
@@ -423,9 +437,10 @@ class Replica(OptimizerWrapper, Joinable):
         return self._everyone.device
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> ProcessGroup:
         """For ``torch.distributed.algorithms.Join``."""
-        return self._everyone.group
+        group: ProcessGroup = self._everyone.group
+        return group
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For ``torch.distributed.algorithms.Join``."""

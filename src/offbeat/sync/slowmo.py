@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +11,11 @@ from torch.optim import Optimizer
 from offbeat.optim.base import RuleOptimizer
 from offbeat.rules.slow_momentum import SLOW_MOMENTUM
 from offbeat.sync.level import Level
+from offbeat.sync.options import Every, ReplicaOptions, SlowMoLevelOptions, Warmup
 from offbeat.sync.replica import Replica
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SlowMo"]
 
@@ -61,13 +64,13 @@ class SlowMo(Replica):
         self,
         opt: Optimizer,
         module: torch.nn.Module,
-        every: int | Callable[[int], int] = 12,
+        every: Every = 12,
         slow_lr: float = 1.0,
         slow_momentum: float = 0.5,
         *,
-        warmup: int | Callable[[int], bool] = 0,
-        level: dict[str, Any] | None = None,
-        **options: Any,
+        warmup: Warmup = 0,
+        level: SlowMoLevelOptions | None = None,
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         outer = functools.partial(_SlowMomentum, lr=slow_lr, momentum=slow_momentum)
         super().__init__(opt, module, [Level(every=every, outer=outer, **(level or {}))], warmup, **options)

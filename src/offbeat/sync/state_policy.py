@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,11 +22,12 @@ from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.lookup import rule_class
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 from offbeat.sync.items import Item
+from offbeat.sync.options import State
 from offbeat.wire.peers import Peers
 
 __all__ = ["FoundKeys", "check_state", "reset_state", "state_items"]
 
-STATES = ("keep", "average", "reset")
+STATES: tuple[str, ...] = get_args(State)
 
 #: What :class:`FoundKeys` reports for a key of the policy.
 _ABSENT, _PRESENT, _NOT_RESETTABLE = 0, 1, 2

@@ -11,14 +11,16 @@ import ctypes
 import os
 import tempfile
 import warnings
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from offbeat.sync.options import Undo as Where
+
 __all__ = ["UNDO", "Undo"]
 
-UNDO = ("auto", "disk", "memory", "off")
+UNDO: tuple[str, ...] = get_args(Where)
 
 
 class Undo:

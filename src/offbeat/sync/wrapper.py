@@ -31,7 +31,7 @@ class OptimizerWrapper(Optimizer):
         frameworks.refuse_wrapped(optim, type(self).__name__)
         if not isinstance(optim, Optimizer):
             raise TypeError(f"optim must be a torch.optim.Optimizer, but got {type(optim).__name__}")
-        self.optim: Any = None
+        self.optim: Optimizer = None  # type: ignore[assignment]  # not yet
         self._skipped: Any = False
         self._is_told = False
         super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
@@ -176,11 +176,12 @@ class OptimizerWrapper(Optimizer):
                 unscale(self.optim, scale)
             found = self._reduce_gradients(_is_set(found))
         else:
-            self.optim.grad_scale, self.optim.found_inf = scale, found
+            inner: Any = self.optim
+            inner.grad_scale, inner.found_inf = scale, found
             try:
-                result = self.optim.step()
+                result = inner.step()
             finally:
-                del self.optim.grad_scale, self.optim.found_inf
+                del inner.grad_scale, inner.found_inf
             self._skipped = found  # not asked here: it may be on a device
             return result
         self._skipped = found

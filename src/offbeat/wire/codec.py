@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.blocks import Int2, Int4, Int8
 from offbeat.wire.halves import Bf16, Fp16
 from offbeat.wire.topk import TopK
 
-__all__ = ["Codec", "NotFinite", "TopK", "make_codec"]
+__all__ = ["Codec", "CodecName", "CodecSpec", "NotFinite", "TopK", "make_codec"]
 
-_BY_NAME: dict[str, Callable[[], Codec]] = {"bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "int2": Int2}
+CodecName: TypeAlias = Literal["bf16", "fp16", "int8", "int4", "int2"]
+
+#: A ``codec=`` argument; None is float32 as it is.
+CodecSpec: TypeAlias = CodecName | Codec | None
+
+_BY_NAME: dict[CodecName, Callable[[], Codec]] = {"bf16": Bf16, "fp16": Fp16, "int8": Int8, "int4": Int4, "int2": Int2}
 
 
-def make_codec(spec: str | Codec | None) -> Codec | None:
+def make_codec(spec: CodecSpec) -> Codec | None:
     """The codec for a ``codec=`` argument.
 
     Args:

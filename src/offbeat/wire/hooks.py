@@ -8,18 +8,23 @@ backward and in the same order on all ranks, so that no two ranks can wait for d
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from offbeat.wire.base import Codec, NotFinite
-from offbeat.wire.codec import make_codec
+from offbeat.wire.codec import CodecName, make_codec
 from offbeat.wire.coded import CodedMean
 from offbeat.wire.feedback import ErrorFeedback
 from offbeat.wire.groups import members, whole
 from offbeat.wire.peers import GroupPeers, Work
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from offbeat._torch import GradBucket
 
 __all__ = ["CodecState", "codec_hook"]
 
@@ -42,10 +47,10 @@ class CodecState:
 
     def __init__(
         self,
-        codec: str | Codec = "int8",
-        process_group: Any = None,
+        codec: CodecName | Codec = "int8",
+        process_group: ProcessGroup | None = None,
         error_feedback: float | None = None,
-        not_finite: str = "raise",
+        not_finite: Literal["raise", "nan"] = "raise",
     ) -> None:
         made = make_codec(codec)
         if made is None:
@@ -58,7 +63,7 @@ class CodecState:
         self._residuals: dict[int, tuple[tuple[int, ...], Tensor]] = {}
         self._running: list[_Bucket] = []
 
-    def run(self, bucket: Any) -> Future[Tensor]:
+    def run(self, bucket: GradBucket) -> Future[Tensor]:
         """Called by DDP when a bucket is full."""
         if bucket.index() == 0:
             self._running.clear()  # of a backward pass that failed
@@ -75,12 +80,12 @@ class CodecState:
             raise
         return new.future
 
-    def residual(self, bucket: Any) -> Tensor | None:
+    def residual(self, bucket: GradBucket) -> Tensor | None:
         """What encoding lost of this bucket in the last backward pass."""
         layout, residual = self._residuals.get(bucket.index(), ((), None))
         return residual if layout == _layout(bucket) else None
 
-    def keep(self, bucket: Any, residual: Tensor) -> None:
+    def keep(self, bucket: GradBucket, residual: Tensor) -> None:
         """Set :meth:`residual`."""
         self._residuals[bucket.index()] = (_layout(bucket), residual)
 
@@ -88,7 +93,7 @@ class CodecState:
 class _Bucket:
     """One bucket on its way."""
 
-    def __init__(self, state: CodecState, bucket: Any) -> None:
+    def __init__(self, state: CodecState, bucket: GradBucket) -> None:
         self._state, self._bucket = state, bucket
         self._buffer: Tensor = bucket.buffer()
         device = self._buffer.device
@@ -130,11 +135,11 @@ class _Bucket:
         return True
 
 
-def _layout(bucket: Any) -> tuple[int, ...]:
+def _layout(bucket: GradBucket) -> tuple[int, ...]:
     return tuple(id(p) for p in bucket.parameters())
 
 
-def codec_hook(state: CodecState, bucket: Any) -> Future[Tensor]:
+def codec_hook(state: CodecState, bucket: GradBucket) -> Future[Tensor]:
     """Average gradients over ranks in encoded form, with the same bits on every rank.
 
     Register it with DDP, or hand it to an overlapped step::

@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch import Tensor
 from offbeat.wire.peers import ExchangeError, Work
 
 __all__ = ["SimulatedPeers", "Simulation"]
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Simulation:
@@ -57,14 +60,32 @@ class Simulation:
         self._arrival = threading.Condition()
         self._failed = False
 
-    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``function(rank, peers, *args)`` returns on each rank. Raises the first error of any rank."""
-        results: list[Any] = [None] * self.size
+    def run(
+        self,
+        function: Callable[Concatenate[int, SimulatedPeers, Arguments], Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Result]:
+        """Call ``function(rank, peers, *args, **kwargs)`` on every rank, each in a thread of its own.
+
+        Args:
+            function: gets the rank and its :class:`SimulatedPeers`, which can be passed as the ``group`` of
+                :class:`offbeat.Replica`.
+            args: further arguments, the same for every rank.
+            kwargs: further arguments by name.
+
+        Returns:
+            What the function has returned, by rank.
+
+        Raises:
+            BaseException: the first error of any rank.
+        """
+        results: list[Any] = [None] * self.size  # Result, once all have returned
         errors: list[BaseException] = []
 
         def main(rank: int) -> None:
             try:
-                results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size)), *args)
+                results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size)), *args, **kwargs)
             except BaseException as error:
                 errors.append(error)
                 with self._arrival:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class TopK(FusedCodec):
 
     block, kernel = CHUNK, "topk"
 
-    def __init__(self, fraction: float = 0.03, bits: int = 2) -> None:
+    def __init__(self, fraction: float = 0.03, bits: Literal[2, 4, 8] = 2) -> None:
         if not 0 < fraction <= 1:
             raise ValueError(f"fraction={fraction} of TopK must be above 0 and at most 1")
         if bits not in (2, 4, 8):

@@ -1,0 +1,103 @@
+"""The types of options that several classes take, for type checkers and for the checks of the classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+import torch
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from offbeat._types import CommHook
+    from offbeat.wire.codec import CodecSpec
+    from offbeat.wire.simulated import SimulatedPeers
+
+__all__ = [
+    "Anchor",
+    "Buffers",
+    "Every",
+    "Fragments",
+    "LevelOptions",
+    "Levels",
+    "MakeOuter",
+    "NonFinite",
+    "Ranks",
+    "ReplicaOptions",
+    "SlowMoLevelOptions",
+    "Snapshot",
+    "State",
+    "Undo",
+    "Warmup",
+    "Where",
+]
+
+#: The number of steps between rounds, or a function of the step that returns it.
+Every: TypeAlias = int | Callable[[int], int]
+
+#: The number of steps of warm-up, or a function of the step that returns whether warm-up continues.
+Warmup: TypeAlias = int | Callable[[int], bool]
+
+#: Ranks that take part.
+Ranks: TypeAlias = "ProcessGroup | SimulatedPeers"
+
+#: The ranks of a level: all, blocks of so many, a process group, or dimensions of a mesh.
+Where: TypeAlias = "int | str | Sequence[str] | DeviceMesh | Ranks | None"
+
+#: ``every`` of LocalSGD: a period, or levels as pairs of a period and their ranks.
+Levels: TypeAlias = "Every | Mapping[int, Where] | Sequence[tuple[Every, Where]]"
+
+#: Makes an outer optimizer from parameter groups.
+MakeOuter: TypeAlias = Callable[[list[dict[str, Any]]], Optimizer]
+
+#: Not a sequence of any sequences of names: a string would be one.
+Fragments: TypeAlias = int | tuple[Literal["strided"], int] | Sequence[list[str] | tuple[str, ...]]
+
+State: TypeAlias = Literal["keep", "average", "reset"]
+Buffers: TypeAlias = Literal["average", "broadcast", "keep"]
+Snapshot: TypeAlias = Literal["device", "cpu"]
+Undo: TypeAlias = Literal["auto", "disk", "memory", "off"]
+NonFinite: TypeAlias = Literal["raise", "leave_out", "skip"]
+Anchor: TypeAlias = Literal["device", "cpu"]
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """The keyword arguments of :class:`offbeat.Replica`, for the classes that pass them on."""
+
+    group: Ranks | None
+    subgroup: Literal["node"] | Ranks | None
+    mesh: DeviceMesh | None
+    state: State | Mapping[str, State]
+    buffers: Buffers
+    weighted: bool
+    sync_init: bool
+    comm_hook: CommHook | None
+    bucket_mb: float
+    reduce_dtype: torch.dtype | None
+    snapshot: Snapshot
+    undo: Undo
+
+
+class LevelOptions(TypedDict, total=False):
+    """Further options of the :class:`offbeat.Level` of :class:`offbeat.DiLoCo`."""
+
+    phase: int | None
+    group: Where
+    deadline: float | None
+    nonfinite: NonFinite
+    anchor: Anchor
+    anchor_dtype: torch.dtype | None
+    ordered: bool
+
+
+class SlowMoLevelOptions(LevelOptions, total=False):
+    """Further options of the :class:`offbeat.Level` of :class:`offbeat.SlowMo`."""
+
+    fragments: Fragments
+    delay: int
+    mixing: float | None
+    codec: CodecSpec
+    error_feedback: float | None
