@@ -99,5 +99,6 @@ class SlowMoLevelOptions(LevelOptions, total=False):
     fragments: Fragments
     delay: int
     mixing: float | None
+    eager: bool
     codec: CodecSpec
     error_feedback: float | None
