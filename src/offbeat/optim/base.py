@@ -34,7 +34,22 @@ class RuleOptimizer(Optimizer):
     """A drop-in for the torch.optim class of the same name, made from an update rule.
 
     Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``. Signature, checks, state and all tiers come from
-    the rule.
+    the rule. See :class:`offbeat.Rule` for an example with a rule of your own.
+
+    Args:
+        params: parameters, named parameters, or dictionaries that define groups.
+        args: the rule's hyperparameters, by position.
+        kwargs: the rule's hyperparameters and options, by name.
+
+    Example:
+        >>> import torch, offbeat
+        >>> class Mine(offbeat.RuleOptimizer, rule=offbeat.Lion.rule): ...
+        >>> optimizer = Mine([torch.ones(3)], lr=1e-4)
+        >>> optimizer.defaults["betas"]
+        (0.9, 0.99)
+
+    Limits: type checkers know the arguments of offbeat's own classes from a stub. Those of your own class are ``Any``
+    to them; define ``__init__`` under ``if typing.TYPE_CHECKING:`` if you want them checked.
     """
 
     rule: ClassVar[Rule]

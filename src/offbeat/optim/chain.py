@@ -83,11 +83,19 @@ class Chain(Optimizer):
         return {key: value for key, value in first.items() if all(key in other for other in others)}
 
     def owner(self, p: Tensor) -> Optimizer:
-        """The optimizer that a parameter belongs to."""
+        """The optimizer that the parameter ``p`` belongs to."""
         return self.optimizers[self._owner(p)]
 
     def by_owner(self, params: Sequence[Tensor], *lists: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Parameters and further lists, one tuple for each optimizer that owns some of them: the optimizer first."""
+        """Split parameters, and further lists, by the optimizer that owns them.
+
+        Args:
+            params: the parameters.
+            lists: lists of the same length, such as their gradients, which are split alike.
+
+        Returns:
+            A tuple for each optimizer that owns some of them: the optimizer, its parameters, and its part of each list.
+        """
         split: dict[int, list[list[Any]]] = {}
         for row in zip(params, *lists, strict=True):
             for column, value in zip(split.setdefault(self._owner(row[0]), [[] for _ in row]), row, strict=True):
@@ -139,6 +147,11 @@ class Chain(Optimizer):
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
     ) -> None:
         """Update some parameters with gradients that are passed in; see :meth:`offbeat.AdamW.step_params`.
+
+        Args:
+            params: parameters of any of the optimizers.
+            grads: one gradient for each; None leaves a parameter and its state alone.
+            clip: a number that gradients are multiplied by for this update.
 
         Raises:
             TypeError: one of the optimizers that own them has no ``step_params``.

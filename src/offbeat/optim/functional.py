@@ -112,7 +112,12 @@ class FunctionalOptimizer:
             self._optimizer.step_params([p for group in self.param_groups for p in group["params"]], gradients)
 
     def step_param(self, param: Tensor, grad: Tensor | None) -> None:
-        """Update one parameter. A parameter that is in no group yet joins the last group."""
+        """Update one parameter.
+
+        Args:
+            param: the parameter. One that is in no group yet joins the last group.
+            grad: its gradient; None leaves it and its state alone.
+        """
         with _updating:
             if any(p is param for group in self.param_groups for p in group["params"]):
                 self._optimizer.step_params([param], [grad])

@@ -66,8 +66,7 @@ def overlap(
     Returns:
         A handle. Keep it to accumulate gradients, to read their norm, or to :meth:`~Overlap.remove` the overlap.
 
-    Example::
-
+    Example:
         >>> import torch, offbeat
         >>> model = torch.nn.Linear(4, 2)
         >>> optimizer = offbeat.AdamW(model.parameters(), lr=0.1)

@@ -39,8 +39,20 @@ class OverlappedOptimizer:
     of its class. For other optimizers, subclass it, override :meth:`step_bucket`, and register the subclass with
     :func:`register_overlapped`.
 
+    Args:
+        optimizer: the optimizer whose parameters are updated.
+
     Attributes:
         optimizer: the optimizer, with its live ``param_groups``.
+
+    Example:
+        >>> import torch, offbeat
+        >>> w, b = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
+        >>> optimizer = torch.optim.SGD([w, b], lr=0.5)
+        >>> with torch.no_grad():
+        ...     offbeat.OverlappedOptimizer(optimizer).step_bucket([b], [torch.ones(1)])
+        >>> w.tolist(), b.tolist()
+        ([1.0, 1.0], [0.5])
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -51,10 +63,13 @@ class OverlappedOptimizer:
         """Called before the first bucket of every step; the groups do not change until the last bucket."""
 
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Update these parameters with these gradients, under ``torch.no_grad()``.
+        """Update some parameters, under ``torch.no_grad()``.
 
-        Use ``grads``; ``.grad`` need not hold the gradients. Do not run step hooks: they run once, in
-        ``optimizer.step()``.
+        Do not run step hooks: they run once, in ``optimizer.step()``.
+
+        Args:
+            params: parameters of the optimizer.
+            grads: their gradients; ``.grad`` need not hold them.
         """
         counters = _counters(self.optimizer) if self._first else {}
         self._step_narrowed(params, grads)
@@ -68,9 +83,14 @@ class OverlappedOptimizer:
         self._first = False
 
     def step_clipped(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Tensor) -> None:
-        """Multiply these gradients by ``clip``, a 0-d tensor, and update the parameters.
+        """Multiply gradients by a number and update the parameters.
 
         Override this to do both in one pass over memory. The result must have the same bits.
+
+        Args:
+            params: parameters of the optimizer.
+            grads: their gradients.
+            clip: the number, a 0-d tensor.
         """
         multiply(grads, clip)
         self.step_bucket(params, grads)
@@ -115,19 +135,31 @@ def register_overlapped(optimizer_class: type) -> Any:
     """Define how to step a bucket of an optimizer class and its subclasses.
 
     A class decorator for a subclass of :class:`OverlappedOptimizer`, or for any class that is constructed with the
-    optimizer and has a method ``step_bucket(params, grads)``::
+    optimizer and has a method ``step_bucket(params, grads)``. An optimizer class that has a method ``step_bucket``
+    itself can be decorated directly with ``@register_overlapped``.
 
-        @offbeat.register_overlapped(MyOptimizer)
-        class OverlappedMine(offbeat.OverlappedOptimizer):
-            def step_bucket(self, params, grads):
-                self.optimizer.update_some(params, grads)
+    Args:
+        optimizer_class: the subclass of :class:`torch.optim.Optimizer` to step in buckets.
 
-    An optimizer class that has a method ``step_bucket`` itself can be decorated directly with
-    ``@register_overlapped``.
+    Returns:
+        The decorator; or the class itself if it has a method ``step_bucket``.
 
     Raises:
         TypeError: the class is not an optimizer class, or ``step_bucket`` is missing.
         ValueError: the class has been registered already.
+
+    Example:
+        >>> import torch, offbeat
+        >>> class Signs(torch.optim.Optimizer):
+        ...     def step_some(self, params, grads):
+        ...         for p, g in zip(params, grads):
+        ...             p.sub_(g.sign(), alpha=self.defaults["lr"])
+        >>> @offbeat.register_overlapped(Signs)
+        ... class OverlappedSigns(offbeat.OverlappedOptimizer):
+        ...     def step_bucket(self, params, grads):
+        ...         self.optimizer.step_some(params, grads)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> handle = offbeat.overlap(Signs(model.parameters(), {"lr": 0.1}), model)
     """
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise TypeError(f"register_overlapped() takes a subclass of torch.optim.Optimizer, but got {optimizer_class!r}")

@@ -73,6 +73,12 @@ class Slot:
         shape: the entry's shape as a function of the parameter's shape, for entries that are not of that shape; it
             returns None for parameters that do not have the entry. Only for rules that work on whole matrices.
         saved: for a number that torch.optim keeps as a Python number, its type: state dicts hold it as such.
+
+    Example:
+        >>> import offbeat
+        >>> momentum = offbeat.Slot("momentum_buffer")
+        >>> momentum.shape_for((3, 4))
+        (3, 4)
     """
 
     key: str
@@ -188,6 +194,26 @@ class Rule:
         matrix: for rules that need whole matrices; ``update`` then gets its result as ``g``, and takes those tensor
             slots that it names.
         surface: what the optimizer class takes from torch.optim.
+
+    Example:
+        >>> import torch, offbeat
+        >>> from offbeat.rules.checks import learning_rate
+        >>> from offbeat.rules.ops import sign
+        >>> def sign_sgd(p, g, c):
+        ...     return (p - c.lr * sign(g),)
+        >>> rule = offbeat.Rule(
+        ...     name="SignSGD",
+        ...     hyper=(learning_rate(0.1),),
+        ...     slots=lambda h: (),
+        ...     structure=lambda h: {},
+        ...     coefficients=lambda h, s: {"lr": h.lr},
+        ...     update=sign_sgd,
+        ... )
+        >>> class SignSGD(offbeat.RuleOptimizer, rule=rule): ...
+        >>> w = torch.ones(2)
+        >>> SignSGD([w], lr=0.5).step_params([w], [torch.tensor([2.0, -3.0])])
+        >>> w
+        tensor([0.5000, 1.5000])
     """
 
     name: str
@@ -218,7 +244,7 @@ class Rule:
         object.__setattr__(self, "_wanted", frozenset(inspect.signature(self.update).parameters))
 
     def apply(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Call :attr:`update` with named tensors, and with coefficients and structure as it takes them."""
+        """Call :attr:`update` with ``tensors`` by name and with ``scalars``, which are coefficients and structure."""
         wanted: frozenset[str] = self._wanted  # type: ignore[attr-defined]
         if "c" in wanted:
             return self.update(**tensors, c=Values(**scalars))

@@ -82,15 +82,27 @@ class PeriodicModelAverager(ModelAverager):
         period: the number of steps between averages.
         warmup_steps: :math:`w`, the number of steps without averages at the beginning.
         process_group: the ranks to average over; all ranks if None.
+        bucket_mb: the memory for buckets, in MiB.
+        undo: where the old values of parameters are kept until an average has succeeded: ``"auto"``, ``"disk"``,
+            ``"memory"`` or ``"off"``; see :class:`offbeat.Replica`.
 
-    Example::
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        >>> averager = offbeat.PeriodicModelAverager(period=4, warmup_steps=100)
+        >>> for step in range(3):
+        ...     model(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        ...     averager.average_parameters(model.parameters())
+        >>> averager.step
+        3
+        >>> dist.destroy_process_group()
 
-        averager = offbeat.PeriodicModelAverager(period=4, warmup_steps=100)
-        for input, target in data:
-            optimizer.zero_grad()
-            loss_fn(model(input), target).backward()
-            optimizer.step()
-            averager.average_parameters(model.parameters())
+    Limits: there is no warm-up of gradients; see :class:`offbeat.PostLocalSGDOptimizer` for that, and
+    :class:`offbeat.LocalSGD` for all of it with one counter.
     """
 
     def __init__(
@@ -113,7 +125,11 @@ class PeriodicModelAverager(ModelAverager):
         self.period = period
 
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average these parameters or parameter groups if the schedule says so."""
+        """Count a step, and average the parameters if the schedule says so.
+
+        Args:
+            params: parameters or parameter groups, the same on every rank.
+        """
         given = list(params)
         self._looked = check_warmup(self, given, self._looked)
         try:
@@ -133,10 +149,21 @@ class HierarchicalModelAverager(ModelAverager):
             that of ``process_group``.
         warmup_steps: :math:`w`, the number of steps without averages at the beginning.
         process_group: the ranks that take part; all ranks if None.
+        bucket_mb: the memory for buckets, in MiB.
+        undo: where the old values of parameters are kept until an average has succeeded: ``"auto"``, ``"disk"``,
+            ``"memory"`` or ``"off"``; see :class:`offbeat.Replica`.
 
-    Example::
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Linear(4, 2)
+        >>> averager = offbeat.HierarchicalModelAverager({4: 1, 16: 1}, warmup_steps=100)  # two nodes: {4: 8, 16: 16}
+        >>> averager.average_parameters(model.parameters())
+        >>> averager.step
+        1
+        >>> dist.destroy_process_group()
 
-        averager = offbeat.HierarchicalModelAverager(OrderedDict([(4, 8), (16, 16)]), warmup_steps=100)
+    Limits: groups are blocks of consecutive ranks; :class:`offbeat.LocalSGD` takes process groups and meshes too.
     """
 
     def __init__(
@@ -191,7 +218,11 @@ class HierarchicalModelAverager(ModelAverager):
         return self.period_process_group_dict[due[-1]] if due else None
 
     def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average these parameters or parameter groups if the schedule says so."""
+        """Count a step, and average the parameters if the schedule says so.
+
+        Args:
+            params: parameters or parameter groups, the same on every rank.
+        """
         given = list(params)
         self._looked = check_warmup(self, given, self._looked)
         try:

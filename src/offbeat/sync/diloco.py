@@ -57,8 +57,7 @@ class DiLoCo(Replica):
         level: further options of :class:`offbeat.Level`, as a dictionary.
         options: further options of :class:`offbeat.Replica`.
 
-    Example::
-
+    Example:
         >>> import torch, torch.distributed as dist, offbeat
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = torch.nn.Linear(4, 2)

@@ -19,7 +19,7 @@ __all__ = ["Level", "options_in_words"]
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    r"""One level at which replicas agree; see :class:`offbeat.Replica`.
+    r"""How replicas agree at one level: when, with whom and what they exchange. For :class:`offbeat.Replica`.
 
     A round of a level exchanges parameters :math:`x_i` (or a fragment of them). Without an outer optimizer every rank
     gets the mean :math:`\bar x`. With one, the level keeps an *anchor* :math:`a`, which is the same on every rank, and
@@ -52,6 +52,14 @@ class Level:
         anchor: where anchors and the state of the outer optimizer are kept: ``"device"`` or ``"cpu"``.
         anchor_dtype: their dtype; by default that of the parameters.
         ordered: add up in rank order, so that the result does not depend on the backend's algorithm.
+
+    Example:
+        >>> import functools, offbeat
+        >>> outer = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
+        >>> inside_a_site = offbeat.Level(every=4, group=8, phase=1)
+        >>> between_sites = offbeat.Level(every=64, outer=outer, fragments=4, delay=2, codec="int8")
+        >>> between_sites.parts, between_sites.kept
+        (4, 0.5)
     """
 
     every: Every = 8

@@ -42,16 +42,29 @@ class LocalSGD(Replica):
             last level must reach every rank. After a step only the highest level that is due is averaged.
         warmup: the number of steps with globally averaged gradients; or a function of the step that returns whether
             warm-up continues, called until it returns False.
+        group: the ranks that take part: all if None, or for sharded modules those that hold the same shards.
+        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
+        mesh: the DeviceMesh whose dimensions ``every`` names.
         delay: 0 averages immediately. :math:`k > 0` averages a copy in the background, and :math:`k` steps later adds
             the difference: :math:`x_i(t+k) \leftarrow x_i(t+k) + (\bar x(t) - x_i(t))`.
         deadline: how many seconds a collective may take; by default the process group's timeout.
         nonfinite: what to do if a replica has parameters that are not finite: ``"raise"``, ``"leave_out"`` or
             ``"skip"``; see :class:`offbeat.Level`.
+        state: what an average does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from keys
+            to these. See :class:`offbeat.Replica`.
+        buffers: what an average does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first
+            rank's) or ``"keep"``.
+        weighted: weigh ranks by the amounts given to :meth:`seen`, instead of equally.
+        sync_init: start from the first rank's parameters and buffers on every rank.
+        comm_hook: a communication hook for DDP whose state is a process group, called as
+            ``comm_hook(group, bucket)``.
+        bucket_mb: the memory for buckets, in MiB.
+        reduce_dtype: the dtype to average parameters in, if it is wider than their own.
+        snapshot: where to keep the copies of averages in the background: ``"device"`` or ``"cpu"``.
+        undo: where the old values of parameters are kept until an average has succeeded: ``"disk"``, ``"memory"``,
+            ``"off"``, or ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
 
-    The other arguments are those of :class:`offbeat.Replica`.
-
-    Example::
-
+    Example:
         >>> import torch, torch.distributed as dist, offbeat
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = torch.nn.Linear(4, 2)

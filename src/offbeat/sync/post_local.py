@@ -37,6 +37,12 @@ class PostLocalSGDState:
             launcher's ``LOCAL_WORLD_SIZE``, or else by comparing host names and boot ids.
         start_localSGD_iter: the number of iterations of warm-up; must equal the averager's ``warmup_steps``.
         post_local_gradient_allreduce: whether gradients are averaged in the subgroup after warm-up.
+
+    Example:
+        >>> import offbeat
+        >>> state = offbeat.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+        >>> state.iter
+        0
     """
 
     __slots__ = (
@@ -72,7 +78,7 @@ class PostLocalSGDState:
             logger.info("Start to apply local SGD after %s iterations.", self.iter)
 
     def note(self, bucket: GradBucket) -> None:
-        """Register this state for the averagers of these parameters."""
+        """Register this state for the averagers of the parameters in ``bucket``."""
         params = [p for p in bucket.parameters() if id(p) not in self._noted]
         if params:
             note_hook(self, params)
@@ -82,8 +88,25 @@ class PostLocalSGDState:
 def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
     """DDP communication hook: averages gradients globally during warm-up, then in the subgroup.
 
-    A drop-in for torch's ``post_localSGD_hook``; register it with
-    ``ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)``.
+    A drop-in for torch's ``post_localSGD_hook``, and also available under that name.
+
+    Args:
+        state: the groups and the number of iterations of warm-up.
+        bucket: the bucket of gradients that DDP has filled, a :class:`torch.distributed.GradBucket`.
+
+    Returns:
+        A future of the averaged bucket.
+
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> state = offbeat.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+        >>> ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
+        >>> ddp(torch.ones(3, 4)).sum().backward()
+        >>> state.iter
+        1
+        >>> dist.destroy_process_group()
     """
     if isinstance(state, PostLocalSGDState):
         state.note(bucket)
@@ -132,14 +155,23 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
         optim: the local optimizer.
         averager: averages its parameters; offbeat's or torch's.
 
-    Example::
-
-        state = offbeat.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
-        ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
-        optimizer = offbeat.PostLocalSGDOptimizer(
-            optim=torch.optim.SGD(ddp.parameters(), lr=0.01),
-            averager=offbeat.PeriodicModelAverager(period=4, warmup_steps=100),
-        )
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> state = offbeat.PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=100)
+        >>> ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
+        >>> optimizer = offbeat.PostLocalSGDOptimizer(
+        ...     optim=torch.optim.SGD(ddp.parameters(), lr=0.01),
+        ...     averager=offbeat.PeriodicModelAverager(period=4, warmup_steps=100),
+        ... )
+        >>> for step in range(3):
+        ...     ddp(torch.randn(8, 4)).square().mean().backward()
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+        >>> optimizer.averager.step
+        3
+        >>> dist.destroy_process_group()
 
     If a :class:`torch.amp.GradScaler` finds an overflow on one rank, it skips that rank's step, but never an average.
     :class:`offbeat.LocalSGD` does all of this in one line.

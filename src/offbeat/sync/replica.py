@@ -88,8 +88,7 @@ class Replica(OptimizerWrapper, Joinable):
         undo: where the old values of parameters are kept until a round has succeeded: ``"disk"``, ``"memory"``,
             ``"off"``, or ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
 
-    Example::
-
+    Example:
         >>> import functools, torch, torch.distributed as dist, offbeat
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> model = torch.nn.Linear(4, 2)
@@ -269,7 +268,11 @@ class Replica(OptimizerWrapper, Joinable):
         return self._tracks.bytes_sent
 
     def seen(self, amount: float) -> None:
-        """With ``weighted=True``: add the number of samples or tokens this rank has trained on since the last call."""
+        """With ``weighted=True``: tell how much data this rank has trained on since the last call.
+
+        Args:
+            amount: the number of samples or tokens; ranks must use the same unit.
+        """
         self._tracks.see(amount)
 
     @property

@@ -33,16 +33,22 @@ class CodecState:
     """The state of :func:`codec_hook`: one for each DDP module.
 
     Args:
-        codec: how gradients are encoded: "bf16", "fp16", "int8", "int4", "int2", or a codec such as ``TopK(0.03)``.
+        codec: how gradients are encoded: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"``, or a codec such as
+            ``TopK(0.03)``.
         process_group: the group of the DDP module; the default group by default.
         error_feedback: the decay of what encoding loses, which is added to the next gradient. 1 keeps it whole, and
             None drops it. Takes as much memory as the gradients in float32.
-        not_finite: what to do about NaN and infinity. "raise" raises :class:`NotFinite` at the end of backward on every
-            rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError with the same message). "nan" fills the
-            bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
+        not_finite: what to do about NaN and infinity. ``"raise"`` raises :class:`NotFinite` at the end of backward on
+            every rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError with the same message). ``"nan"``
+            fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
 
-    With ``error_feedback``, residuals belong to the layout of DDP's buckets. DDP changes it once, after the first
-    backward pass, and residuals start again from zero then. They are not part of a checkpoint.
+    Example:
+        >>> import offbeat
+        >>> offbeat.CodecState("int4", error_feedback=1.0).codec
+        <codec int4>
+
+    Limits: with ``error_feedback``, residuals belong to the layout of DDP's buckets. DDP changes it once, after the
+    first backward pass, and residuals start again from zero then. They are not part of a checkpoint.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class CodecState:
         return residual if layout == _layout(bucket) else None
 
     def keep(self, bucket: GradBucket, residual: Tensor) -> None:
-        """Set :meth:`residual`."""
+        """Set the :meth:`residual` of a ``bucket``."""
         self._residuals[bucket.index()] = (_layout(bucket), residual)
 
 
@@ -140,12 +146,24 @@ def _layout(bucket: GradBucket) -> tuple[int, ...]:
 
 
 def codec_hook(state: CodecState, bucket: GradBucket) -> Future[Tensor]:
-    """Average gradients over ranks in encoded form, with the same bits on every rank.
+    """DDP communication hook: averages gradients over ranks in encoded form, with the same bits on every rank.
 
-    Register it with DDP, or hand it to an overlapped step::
+    Register it with DDP, or pass it to :func:`offbeat.overlap` as ``comm_hook``, with ``comm_state``.
 
-        ddp.register_comm_hook(CodecState("int8"), codec_hook)
-        offbeat.overlap(optimizer, ddp, comm_hook=codec_hook, comm_state=CodecState("int8"))
+    Args:
+        state: the codec and what it remembers; one for each DDP module.
+        bucket: the bucket of gradients that DDP has filled, a :class:`torch.distributed.GradBucket`.
+
+    Returns:
+        A future of the averaged bucket.
+
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+        >>> ddp.register_comm_hook(offbeat.CodecState("int8"), offbeat.codec_hook)
+        >>> ddp(torch.ones(3, 4)).sum().backward()
+        >>> dist.destroy_process_group()
     """
     return state.run(bucket)
 

@@ -102,7 +102,14 @@ class Simulation:
         return results
 
     def post(self, key: Any, rank: int, value: Any, sent: int) -> None:
-        """Hand in one rank's part of a collective."""
+        """Hand in one rank's part of a collective. Called by :class:`SimulatedPeers`.
+
+        Args:
+            key: which collective it is; the same on every rank.
+            rank: whose part it is.
+            value: the part.
+            sent: how many bytes this rank sends for it.
+        """
         with self._arrival:
             self._posted.setdefault(key, {})[rank] = value
             self.bytes_sent[rank] += sent
@@ -110,7 +117,15 @@ class Simulation:
             self._arrival.notify_all()
 
     def collect(self, key: Any, ranks: Sequence[int]) -> list[Any]:
-        """The parts of all ranks, in rank order. Blocks until they are there."""
+        """Wait for the parts of all ranks. Called by :class:`SimulatedPeers`.
+
+        Args:
+            key: which collective it is.
+            ranks: the ranks that take part.
+
+        Returns:
+            The parts, in the order of ``ranks``.
+        """
         with self._arrival:
             there = self._arrival.wait_for(
                 lambda: self._failed or len(self._posted.get(key, ())) == len(ranks), self.timeout

@@ -45,11 +45,24 @@ class _Layout(NamedTuple):
 
 
 class TopK(FusedCodec):
-    """Sends a fraction of the elements with a few bits each; see the module for the maths and the error.
+    """A codec that sends the largest elements of each chunk, with a few bits each.
+
+    Elements that are not sent are lost unless error feedback is on. docs/codecs.md has the maths and the error.
 
     Args:
-        fraction: of the elements that are sent, from above 0 to 1. SparseLoCo uses 0.01 to 0.03.
-        bits: for the sign and the size of each: 2, 4 or 8.
+        fraction: the fraction of the elements to send, above 0 and at most 1. SparseLoCo uses 0.01 to 0.03.
+        bits: how many bits the sign and the size of an element take: 2, 4 or 8.
+
+    Example:
+        >>> import torch, offbeat
+        >>> codec = offbeat.TopK(0.25, bits=8)
+        >>> x = torch.tensor([0.0, 4.0, 0.5, -1.0])
+        >>> encoded = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
+        >>> codec.encode(x, encoded)
+        >>> decoded = torch.empty(4)
+        >>> codec.decode(encoded, decoded)
+        >>> decoded
+        tensor([0., 4., 0., 0.])
     """
 
     block, kernel = CHUNK, "topk"
@@ -76,12 +89,12 @@ class TopK(FusedCodec):
         return _Layout(width, k, low, unary, _HEADER + -(-(k * (low + self.bits) + unary) // 8))
 
     def encoded_bytes(self, numel: int) -> int:
-        """See :class:`Codec`."""
+        """The size of the encoding of ``numel`` elements, in bytes."""
         chunks, rest = divmod(numel, CHUNK)
         return chunks * self.layout(CHUNK).bytes + (self.layout(rest).bytes if rest else 0)
 
     def kernel_arguments(self, numel: int) -> Sequence[int]:
-        """See :class:`FusedCodec`: the bits, and the layouts of a whole chunk and of the last."""
+        """The bits, and the layouts of a whole chunk and of the last of ``numel`` elements. See :class:`FusedCodec`."""
         return (self.bits, *self.layout(CHUNK), *self.layout(numel % CHUNK or CHUNK))
 
     def _encode_in_torch(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
