@@ -10,6 +10,7 @@ PAGE = ROOT / "docs" / "overlap.md"
 BEGIN, END = "<!-- made by docs/make_overlap.py from tests/test_overlap_cells.py -->", "<!-- end -->"
 
 PLACES = {"plain": "plain module", "ddp": "DDP", "fsdp2": "FSDP2"}
+MUON = {"shared": "DDP, `share_matrices`", "to_owners": "DDP, `reduce_to_owners`"}
 FEATURES = {
     "step": "a step during backward",
     "accumulate": "`accumulate=N`",
@@ -43,17 +44,20 @@ FEATURES = {
 
 
 def table() -> str:
-    """Rows are features, columns places; a mark for each cell that has tests."""
+    """Rows are features, columns places and ways to share matrices; a mark for each cell that has tests."""
     sys.path.insert(0, str(ROOT))
-    from tests.overlap_loops import CELLS
-    from tests.test_overlap_cells import inexact
+    from tests.test_overlap_cells import PAIRS, inexact
 
-    cells = {(cell.where, cell.feature): "≈" if inexact(cell) else "=" for cell in CELLS}
+    cells = {
+        (optimizer if optimizer in MUON else cell.where, cell.feature): "≈" if inexact(cell) else "="
+        for cell, optimizer in PAIRS
+    }
     unknown = {feature for _, feature in cells} - set(FEATURES)
     assert not unknown, f"docs/make_overlap.py has no words for {unknown}"
-    lines = ["| feature | " + " | ".join(PLACES.values()) + " |", "|---" * (1 + len(PLACES)) + "|"]
+    columns = PLACES | MUON
+    lines = ["| feature | " + " | ".join(columns.values()) + " |", "|---" * (1 + len(columns)) + "|"]
     for feature, words in FEATURES.items():
-        marks = [cells.get((place, feature), "") for place in PLACES]
+        marks = [cells.get((column, feature), "") for column in columns]
         lines.append(f"| {words} | {' | '.join(marks)} |")
     return "\n".join(lines)
 

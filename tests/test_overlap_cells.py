@@ -22,7 +22,13 @@ TOLERANCE = 2e-6
 
 
 #: torch's AdamW over distributed tensors takes most of a minute; its SGD shows the same.
-PAIRS = [(cell, name) for cell in CELLS for name in OPTIMIZERS if not (cell.where == "fsdp2" and name == "torch.AdamW")]
+def applies(cell: Cell, optimizer: str) -> bool:
+    if optimizer in ("shared", "to_owners"):  # which reduce buckets themselves, or need the same gradients
+        return cell.where == "ddp" and not cell.feature.startswith("hook")
+    return not (cell.where == "fsdp2" and optimizer == "torch.AdamW")
+
+
+PAIRS = [(cell, name) for cell in CELLS for name in OPTIMIZERS if applies(cell, name)]
 
 
 def inexact(cell: Cell) -> bool:
@@ -66,8 +72,10 @@ def test_same_numbers(cell, optimizer, runs):
         waits = "scaler" in cell.feature or cell.feature.endswith("clip_exact")
         assert sum(theirs["early"]) == 0
         # Stepped during backward: most parameters, at every step (the first waits when it has no last norm to go by).
+        # Matrices that ranks share wait where each rank knows only what it has used itself.
+        least = 9 if optimizer in ("shared", "to_owners") and "find_unused" in cell.feature else 15
         for early in ours["early"][cell.feature == "clip_previous" :]:
-            assert early == 0 if waits else early >= 15
+            assert early == 0 if waits else early >= least
         for key in ("params", "losses", "norms", "state"):
             assert len(ours[key]) == len(theirs[key])
             for a, b in zip(ours[key], theirs[key], strict=True):

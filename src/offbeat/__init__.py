@@ -7,6 +7,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 from offbeat._version import __version__
+from offbeat.ddp import ReducedToOwners, reduce_to_owners
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
 from offbeat.optim import (
@@ -63,6 +64,7 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PureOptimizer",
+    "ReducedToOwners",
     "Replica",
     "Rule",
     "RuleOptimizer",
@@ -78,6 +80,7 @@ __all__ = [
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",
+    "reduce_to_owners",
     "register_overlapped",
     "split_parameters",
 ]

@@ -199,6 +199,9 @@ FUSED: dict[str, Callable[..., Any]] = {
 #: Unscales tensors as a GradScaler does, to the bit.
 unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")
 
+#: The same, as ``__torch_dispatch__`` sees it; None if it is not there.
+UNSCALE_OPERATOR = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+
 #: What sets tensors to zero, as ``__torch_dispatch__`` sees it.
 ZERO_OPERATORS = tuple(
     found for name in ("zero_", "_foreach_zero_") if (found := _get(f"torch.ops.aten.{name}.default")) is not None

@@ -44,6 +44,10 @@ class Listener(Protocol):
             A function to call with the reduced gradients while backward goes on, or None to leave this bucket alone.
         """
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of the pass that is running will be added to those of a later pass."""
+
     def pass_ended(self) -> None:
         """Called at the end of a backward pass, when DDP has copied the reduced gradients into ``.grad``."""
 
@@ -136,6 +140,11 @@ class CommHook:
         """Those that are alive; they are referenced weakly."""
         found = [listener() for listener in self._listeners]
         return [listener for listener in found if listener is not None]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether the gradients of the pass that is running will be added to those of a later pass."""
+        return any(listener.accumulates for listener in self.listeners)
 
     def add_listener(self, listener: Listener) -> None:
         """Hand reduced buckets to this one too."""

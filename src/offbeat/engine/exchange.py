@@ -2,14 +2,15 @@
 
 - **Shards** (FSDP2): each rank has a piece of every matrix. Pieces go to the owners by one packed all-to-all, and those
   of the result come back by another.
-- **Copies** (DDP): each rank has every matrix. Each transforms its own and sends them to the others.
+- **Copies** (DDP): each rank has every matrix, and its gradient or only those of its own matrices. Each transforms its
+  own and sends them to the others.
 
-Both go round by round, and the exchange of one round runs beside the arithmetic of the next.
+Both go round by round, and the exchange of one round runs beside the arithmetic of the next. Results travel with a flag
+that says whether the rank could compute them. If one could not, every rank raises, and the round changes nothing.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +21,7 @@ from torch import Tensor
 
 from offbeat.engine.owners import assign, cost_of, rounds
 
-__all__ = [
-    "Cut",
-    "Job",
-    "Steps",
-    "check_agreement",
-    "check_same_gradients",
-    "check_same_parameters",
-    "cut_of",
-    "run_copies",
-    "run_shards",
-]
+__all__ = ["Cut", "Job", "Steps", "cut_of", "run_copies", "run_shards"]
 
 #: Bytes of the matrices that a rank works on in one round. A single matrix may need more.
 ROUND_BYTES = 64 << 20
@@ -96,7 +87,8 @@ class Steps:
     """What is done with jobs; each function gets jobs of one kind and shape.
 
     Attributes:
-        before: writes ``x`` of each job into the tensors it is given.
+        before: writes ``x`` of each job into the tensors it is given, and updates the state.
+        state: the state that ``before`` changes.
         transform: the result for a stack of ``x``.
         after: updates the parameters from the results.
         dtype: the dtype of ``x``.
@@ -105,6 +97,7 @@ class Steps:
     """
 
     before: Callable[[list[Job], list[Tensor]], None]
+    state: Callable[[list[Job]], list[Tensor]]
     transform: Callable[[list[Job], Tensor], Tensor]
     after: Callable[[list[Job], list[Tensor]], None]
     dtype: torch.dtype
@@ -112,154 +105,205 @@ class Steps:
     device: torch.device
 
 
-def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group pass the same."""
-    if not _same(repr(shapes), group, device):
-        raise RuntimeError(
-            "the ranks have different parameters, or the same in another order, so they cannot share the work; build "
-            "the same model and the same groups on every rank"
-        )
-
-
-def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same gradients to the bit.
-
-    One pass over the gradients: their bits are added up as whole numbers, in which the order does not matter.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
-    for g in gradients:
-        total += g.contiguous().view(_WORDS[g.element_size()]).sum(dtype=torch.int64)
-    if not _agree(total & (2**62 - 1), group):
-        raise RuntimeError(
-            "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
-            "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
-        )
-
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _same(text: str, group: Any, device: torch.device) -> bool:
-    return _agree(torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device), group)
-
-
-def _agree(number: Tensor, group: Any) -> bool:
-    pair = torch.stack([number, -number])
-    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-    return bool(pair[0] == -pair[1])
-
-
-def check_agreement(jobs: Sequence[Job], group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same jobs. Exchanges two numbers."""
-    if not _same(repr([(job.at, job.shape) for job in jobs]), group, device):
-        raise RuntimeError(
-            "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
-            "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
-        )
-
-
 def run_shards(jobs: Sequence[Job], steps: Steps) -> None:
     """Transform matrices of which each rank has a piece. All jobs are cut over the same process group."""
     first = jobs[0].cut
     assert first is not None
-    _pipeline(jobs, steps, first.group, _ShardRound)
+    owners = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(first.group))
+    _pipeline(jobs, owners, steps, first.group, _ShardRound)
 
 
-def run_copies(jobs: Sequence[Job], steps: Steps, group: Any) -> None:
-    """Transform matrices that every rank of the group has."""
-    _pipeline(jobs, steps, group, _CopyRound)
+def run_copies(jobs: Sequence[Job], steps: Steps, group: Any, owners: Sequence[int] | None = None) -> None:
+    """Transform matrices that every rank of the group has.
+
+    Args:
+        owners: the owner of each matrix, if only the owner has the gradient and the state. None if every rank has them.
+    """
+    if owners is None:
+        found = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(group))
+        _pipeline(jobs, found, steps, group, _CopyRound)
+    else:
+        _pipeline(jobs, owners, steps, group, _OwnerRound)
 
 
-def _pipeline(jobs: Sequence[Job], steps: Steps, group: Any, kind: Any) -> None:
+def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: Any, kind: Any) -> None:
     """Begin a round, work on the one before it while its data travels, and finish the one before that."""
-    world = dist.get_world_size(group)
-    owners = assign([cost_of(job.shape) for job in jobs], world)
     sizes = [torch.Size(job.shape).numel() * steps.dtype.itemsize for job in jobs]
-    underway: list[Any] = []
-    for some in rounds(sizes, owners, world, ROUND_BYTES):
-        underway.append(kind([jobs[i] for i in some], [owners[i] for i in some], steps, group))
-        if len(underway) > 1:
-            underway[-2].work()
-        if len(underway) > 2:
-            underway.pop(0).finish()
-    if underway:
+    underway: list[_Round] = []
+    try:
+        for some in rounds(sizes, owners, dist.get_world_size(group), ROUND_BYTES):
+            underway.append(kind([jobs[i] for i in some], [owners[i] for i in some], steps, group))
+            if len(underway) > 1:
+                underway[-2].work()
+            if len(underway) > 2:
+                underway[0].finish()
+                underway.pop(0)
         underway[-1].work()
-    for one in underway:
-        one.finish()
+        while underway:
+            underway[0].finish()
+            underway.pop(0)
+    except Exception:
+        for one in underway:
+            one.undo()
+        raise
 
 
-class _ShardRound:
+class _Round:
+    """Some matrices, each with its owner: :meth:`work` transforms those of this rank, :meth:`finish` uses the results.
+
+    No rank raises by itself while the others wait for its data: it notes the error, tells them, and all raise together
+    in :meth:`finish`.
+    """
+
+    def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
+        self.jobs, self.steps, self.group = jobs, steps, group
+        self.me, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.by_owner: list[list[Job]] = [[] for _ in range(self.world)]
+        for job, owner in zip(jobs, owners, strict=True):
+            self.by_owner[owner].append(job)
+        self.mine = self.by_owner[self.me]
+        self._sent: list[Any] = []
+        self._error: Exception | None = None
+        self._kept: list[tuple[Tensor, Tensor]] = []
+
+    def work(self) -> None:
+        """Transform the matrices of this rank and send the results."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Update the parameters. Raises, on every rank alike, if a rank could not compute its results."""
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        """Put the state back as it was before the round."""
+        self._wait()
+        for t, copy in self._kept:
+            t.copy_(copy)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        if self._error is None:
+            try:
+                action()
+            except Exception as error:
+                self._error = error
+
+    def _begin(self, jobs: list[Job], parts: list[Tensor]) -> None:
+        """Write ``x`` of these jobs, and keep their state until the round has succeeded."""
+        self._kept += [(t, t.clone()) for t in self.steps.state(jobs)]
+        self.steps.before(jobs, parts)
+
+    def _wait(self) -> None:
+        for sent in self._sent:
+            sent.wait()
+        self._sent = []
+
+    def _check(self, results: _Packed, ranks: Sequence[int]) -> None:
+        """Raise if one of these ranks could not compute its results."""
+        flags = torch.stack([results.flags[rank] for rank in ranks]).tolist()
+        failed = [rank for rank, flag in zip(ranks, flags, strict=True) if flag != 1]
+        if not failed:
+            return
+        whose = ", ".join(map(str, failed))
+        raise RuntimeError(
+            f"the matrices of rank {whose} (in the process group) could not be transformed there; the error of that "
+            "rank says why. No rank has changed the matrices of this round, or their state"
+        ) from self._error
+
+
+class _ShardRound(_Round):
     """One round of matrices that are cut: pieces to the owners, results back, in the same two buffers."""
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
-        self.jobs, self.steps, self.group = jobs, steps, group
-        me, world = dist.get_rank(group), dist.get_world_size(group)
-        self.mine = [job for job, owner in zip(jobs, owners, strict=True) if owner == me]
-        out = [[job for job, owner in zip(jobs, owners, strict=True) if owner == rank] for rank in range(world)]
-        self._out = _Packed([[(job, me) for job in some] for some in out], steps)
-        self._in = _Packed([[(job, rank) for job in self.mine] for rank in range(world)], steps)
-        parts = self._out.views
-        for some in _alike(jobs):
-            steps.before(some, [parts[job.at, me] for job in some])
-        self._sent = _all_to_all(self._in, self._out, group)
-        self._me = me
+        super().__init__(jobs, owners, steps, group)
+        self._out = _Packed([[(job, self.me) for job in some] for some in self.by_owner], steps)
+        self._in = _Packed([[(job, rank) for job in self.mine] for rank in range(self.world)], steps)
+        self._attempt(self._before)
+        self._sent = [_all_to_all(self._in, self._out, group)]
+
+    def _before(self) -> None:
+        for some in _alike(self.jobs):
+            self._begin(some, [self._out.views[job.at, self.me] for job in some])
 
     def work(self) -> None:
         """Put the matrices together, transform them, and send the pieces of the results back."""
-        self._sent.wait()
-        world, views = dist.get_world_size(self.group), self._in.views
+        self._wait()
+        self._attempt(self._transform)
+        for flag in self._in.flags:
+            flag.fill_(self._error is None)
+        self._sent = [_all_to_all(self._out, self._in, self.group)]
+
+    def _transform(self) -> None:
+        views = self._in.views
         for some in _alike(self.mine):
             cut = some[0].cut
             assert cut is not None
-            x = torch.stack([torch.cat([views[job.at, rank] for rank in range(world)], cut.dim) for job in some])
+            x = torch.stack([torch.cat([views[job.at, rank] for rank in range(self.world)], cut.dim) for job in some])
             result = self.steps.transform(some, x)
             for job, whole in zip(some, result.unbind(), strict=True):
-                pieces = torch.split(whole, [cut.size(rank) for rank in range(world)], cut.dim)
+                pieces = torch.split(whole, [cut.size(rank) for rank in range(self.world)], cut.dim)
                 for rank, piece in enumerate(pieces):
                     views[job.at, rank].copy_(piece)
-        self._sent = _all_to_all(self._out, self._in, self.group)
 
     def finish(self) -> None:
         """Update the parameters from the pieces that came back."""
-        self._sent.wait()
+        self._wait()
+        self._check(self._out, range(self.world))
         for some in _alike(self.jobs):
-            self.steps.after(some, [self._out.views[job.at, self._me] for job in some])
+            self.steps.after(some, [self._out.views[job.at, self.me] for job in some])
 
 
-class _CopyRound:
+class _CopyRound(_Round):
     """One round of matrices that every rank has: each rank transforms its own and sends them to all."""
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
-        self.jobs, self.steps, self.group = jobs, steps, group
-        self._me, world = dist.get_rank(group), dist.get_world_size(group)
-        by_owner = [[job for job, owner in zip(jobs, owners, strict=True) if owner == rank] for rank in range(world)]
-        self.mine = by_owner[self._me]
-        self._x = _Packed([[(job, 0) for job in some] for some in by_owner], steps)
-        self._wire = self._x
-        if steps.wire != steps.dtype:
-            self._wire = _Packed([[(job, 0) for job in some] for some in by_owner], steps, steps.wire)
-        for some in _alike(jobs):
-            steps.before(some, [self._x.views[job.at, 0] for job in some])
-        self._sent: list[Any] = []
+        super().__init__(jobs, owners, steps, group)
+        self._wire = _Packed([[(job, 0) for job in some] for some in self.by_owner], steps, steps.wire)
+        self._x = self._buffer(self.mine) if steps.wire != steps.dtype else self._wire
+        self._attempt(self._before)
+
+    def _buffer(self, jobs: list[Job]) -> _Packed:
+        return _Packed([[(job, 0) for job in jobs]], self.steps)
+
+    def _before(self) -> None:
+        for some in _alike(self.mine):
+            self._begin(some, [self._x.views[job.at, 0] for job in some])
 
     def work(self) -> None:
         """Transform this rank's matrices, and send them while those of the others arrive."""
+        self._attempt(self._transform)
+        self._wire.flags[self.me].fill_(self._error is None)
+        for rank, part in enumerate(self._wire.parts):
+            if self.by_owner[rank]:
+                source = dist.get_global_rank(self.group, rank) if self.group is not None else rank
+                self._sent.append(dist.broadcast(part.view(torch.uint8), source, group=self.group, async_op=True))
+
+    def _transform(self) -> None:
         for some in _alike(self.mine):
             result = self.steps.transform(some, torch.stack([self._x.views[job.at, 0] for job in some]))
             for job, whole in zip(some, result.unbind(), strict=True):
                 self._wire.views[job.at, 0].copy_(whole)
-        for rank, part in enumerate(torch.split(self._wire.flat, self._wire.splits)):
-            if part.numel():
-                source = dist.get_global_rank(self.group, rank) if self.group is not None else rank
-                sent = dist.broadcast(part.view(torch.uint8), source, group=self.group, async_op=True)
-                self._sent.append(sent)
 
     def finish(self) -> None:
         """Update the parameters from what all ranks have now."""
-        for sent in self._sent:
-            sent.wait()
+        self._wait()
+        self._check(self._wire, [rank for rank, some in enumerate(self.by_owner) if some])
+        self._follow()
         for some in _alike(self.jobs):
             self.steps.after(some, [self._wire.views[job.at, 0] for job in some])
+
+    def _follow(self) -> None:
+        """Update the state of matrices that others have transformed. Their ``x`` is not needed."""
+        mine = {job.at for job in self.mine}
+        for some in _alike([job for job in self.jobs if job.at not in mine]):
+            ignored = self._buffer(some)
+            self.steps.before(some, [ignored.views[job.at, 0] for job in some])
+
+
+class _OwnerRound(_CopyRound):
+    """One round of matrices that every rank has, but not their gradients: the state is the owner's alone."""
+
+    def _follow(self) -> None:
+        pass
 
 
 class _Packed:
@@ -267,20 +311,24 @@ class _Packed:
 
     Attributes:
         views: by the job's position and the rank whose piece it is.
-        splits: the number of elements of each part.
+        parts: the parts, each of which ends with a flag.
+        flags: the flags; 1 says that the numbers of the part could be computed.
     """
 
     def __init__(self, parts: list[list[tuple[Job, int]]], steps: Steps, dtype: torch.dtype | None = None) -> None:
         shapes = [[job.shape if job.cut is None else job.cut.shape_on(rank) for job, rank in part] for part in parts]
-        sizes = [[torch.Size(shape).numel() for shape in some] for some in shapes]
+        dtype = dtype or steps.dtype
+        sizes = [[*(torch.Size(shape).numel() for shape in some), 16 // dtype.itemsize] for some in shapes]
         self.splits = [sum(some) for some in sizes]
-        self.flat = torch.empty(sum(self.splits), dtype=dtype or steps.dtype, device=steps.device)
-        pieces = torch.split(self.flat, [size for some in sizes for size in some]) if self.flat.numel() else ()
-        names = [(job.at, rank) for part in parts for job, rank in part]
-        flat_shapes = [shape for some in shapes for shape in some]
-        if not pieces:
-            pieces = tuple(self.flat.new_empty(0) for _ in names)
-        self.views = {name: piece.view(shape) for name, piece, shape in zip(names, pieces, flat_shapes, strict=True)}
+        self.flat = torch.empty(sum(self.splits), dtype=dtype, device=steps.device)
+        self.parts = torch.split(self.flat, self.splits)
+        self.views: dict[tuple[int, int], Tensor] = {}
+        self.flags: list[Tensor] = []
+        for part, names, some, size in zip(self.parts, parts, shapes, sizes, strict=True):
+            *pieces, flag = torch.split(part, size)
+            self.flags.append(flag[0])
+            for (job, rank), piece, shape in zip(names, pieces, some, strict=True):
+                self.views[job.at, rank] = piece.view(shape)
 
 
 def _all_to_all(to: _Packed, of: _Packed, group: Any) -> Any:

@@ -14,22 +14,14 @@ from torch import Tensor
 
 from offbeat._torch import foreach_copy_
 from offbeat.engine.addresses import AddressBook
+from offbeat.engine.agree import check_agreement, check_same_gradients
 from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.elementwise import stages
-from offbeat.engine.exchange import (
-    Cut,
-    Job,
-    Steps,
-    check_agreement,
-    check_same_gradients,
-    cut_of,
-    run_copies,
-    run_shards,
-)
+from offbeat.engine.exchange import Cut, Job, Steps, cut_of, run_copies, run_shards
 from offbeat.engine.extras import Extras
 from offbeat.engine.member import Member
-from offbeat.engine.options import Options
+from offbeat.engine.options import Options, Sharing
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
@@ -74,10 +66,14 @@ class MatrixBatch(TensorBatch):
 
     def prepare(self, options: Options) -> bool:
         """Work out the numbers of the step; raises if they make no sense."""
-        if self._symbolic:
-            options.sample_coefficients()
-            return True
-        return super().prepare(options)
+        if not self._symbolic:
+            return super().prepare(options)
+        if options.sharing is not None and options.sharing.owners is not None:
+            raise RuntimeError(
+                "a step whose gradients are reduced to the owners of matrices cannot be traced: other ranks take part"
+            )
+        options.sample_coefficients()
+        return True
 
     @torch.no_grad()
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
@@ -107,11 +103,7 @@ class MatrixBatch(TensorBatch):
         steps = self._steps(options)
         if not self.distributed:
             assert options.sharing is not None
-            check_agreement(jobs, options.sharing.group, steps.device)
-            check_same_gradients(
-                [g for job in jobs if (g := self._gradients[job.at]) is not None], options.sharing.group
-            )
-            run_copies(jobs, steps, options.sharing.group)
+            self._run_copies(jobs, steps, options.sharing)
             return alone
         by_group: dict[Any, list[Job]] = {}
         for job in jobs:
@@ -122,6 +114,16 @@ class MatrixBatch(TensorBatch):
         for mine in by_group.values():
             run_shards(mine, steps)
         return alone
+
+    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing) -> None:
+        check_agreement(jobs, sharing.group, steps.device)
+        if sharing.owners is None:
+            check_same_gradients([g for job in jobs if (g := self._gradients[job.at]) is not None], sharing.group)
+            run_copies(jobs, steps, sharing.group)
+        else:
+            owners = [sharing.owners.of(self.params[job.at]) for job in jobs]
+            sharing.owners.stale = True
+            run_copies(jobs, steps, sharing.group, owners)
 
     def _steps(self, options: Options) -> Steps:
         """What is done with jobs that several ranks share."""
@@ -134,6 +136,11 @@ class MatrixBatch(TensorBatch):
         def before(jobs: list[Job], parts: list[Tensor]) -> None:
             self._before(options, [job.at for job in jobs], scalars(jobs), parts)
 
+        def state(jobs: list[Job]) -> list[Tensor]:
+            stage, _ = stages(options.rule)
+            keys = stage.keys(self._keys) if stage is not None else ()
+            return [self.columns[self._keys.index(key)][job.at] for key in keys for job in jobs]
+
         def transform(jobs: list[Job], x: Tensor) -> Tensor:
             result: Tensor = matrix.transform(x, self._about(options, scalars(jobs), []))[0]
             return result
@@ -144,7 +151,7 @@ class MatrixBatch(TensorBatch):
         dtype = _dtype_of_x(matrix, options, self.shards[:1])
         exact = options.sharing is None or options.sharing.exact
         wire = dtype if exact or dtype.itemsize < 2 else min(dtype, torch.bfloat16, key=lambda d: d.itemsize)
-        return Steps(before, transform, after, dtype, wire, self.shards[0].device)
+        return Steps(before, state, transform, after, dtype, wire, self.shards[0].device)
 
     def _chunks(self, options: Options, active: Sequence[int]) -> list[list[int]]:
         """Positions of parameters of equal shape, layout and coefficients, few enough for the bound of memory."""

@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import is_traced
+from offbeat.engine.owners import Owners
 from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
 
 class Sharing(NamedTuple):
-    """The ranks that share the work of whole matrices, each of which has all parameters and the same gradients.
+    """The ranks that share the work of whole matrices, each of which has all parameters.
 
     Attributes:
         group: the process group.
         exact: whether results are sent in the dtype in which they were computed, even if it is wider than bfloat16.
+        owners: the owners of matrices whose gradients reach their owner alone; None if all ranks have all gradients.
     """
 
     group: Any
     exact: bool
+    owners: Owners | None = None
 
 
 class Options:

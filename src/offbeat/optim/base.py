@@ -7,21 +7,21 @@ from numbers import Real
 from typing import Any, ClassVar, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
 from offbeat._types import Params
 from offbeat.engine.choice import Choice, is_capturing
-from offbeat.engine.exchange import check_same_parameters
 from offbeat.engine.extras import NOTHING, Extras, Work
-from offbeat.engine.options import Options, Sharing, hyperparameters
+from offbeat.engine.options import Options, hyperparameters
+from offbeat.engine.owned import gradient_of, reduced_gradient
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
 from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.checkpoint import check_not_wrappers, loaded, packed
+from offbeat.optim.sharing import SharesMatrices
 from offbeat.optim.signature import describe, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
 
@@ -30,7 +30,7 @@ __all__ = ["RuleOptimizer"]
 Loss = TypeVar("Loss")
 
 
-class RuleOptimizer(Optimizer):
+class RuleOptimizer(SharesMatrices, Optimizer):
     """A drop-in for the torch.optim class of the same name, made from an update rule.
 
     Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``. Signature, checks, state and all tiers come from
@@ -55,7 +55,6 @@ class RuleOptimizer(Optimizer):
     rule: ClassVar[Rule]
     #: By parameter (its id), the group it was found in and its position there.
     _places: dict[int, tuple[int, int]]
-    _sharing: Sharing | None = None
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -102,6 +101,8 @@ class RuleOptimizer(Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        if self.owners is not None:
+            self.owners.add(self.param_groups[-1]["params"])
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
@@ -150,9 +151,17 @@ class RuleOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [Work(group, group["params"], None) for group in self.param_groups]
-        self._run(work, self._extras(clip, zero_grad))
+        self._run(self._work(), self._extras(clip, zero_grad))
+        if zero_grad and self.owners is not None:
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.grad = gradient_of(p)  # zeros on every rank now
         return loss
+
+    def _work(self) -> list[Work]:
+        """All groups, with gradients from ``.grad``."""
+        if self.owners is None:
+            return [Work(group, group["params"], None) for group in self.param_groups]
+        return [Work(one, one["params"], list(map(reduced_gradient, one["params"]))) for one in self.param_groups]
 
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
@@ -184,34 +193,7 @@ class RuleOptimizer(Optimizer):
 
     def check_gradients(self) -> None:
         """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
-        self._engine.check([Work(group, group["params"], None) for group in self.param_groups], self._own_state())
-
-    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
-        """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
-
-        Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the
-        others, while the next matrices are worked on. So the arithmetic of a rank falls as one over the number of
-        ranks. All ranks have the same numbers, and state stays on every rank. Parameters that FSDP2 cuts need no call:
-        their pieces go to owners and back by themselves.
-
-        Args:
-            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together. If
-                their gradients differ, a step raises on all of them.
-            exact: send results in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16,
-                which is what Muon computes in by default.
-        """
-        if self.rule.matrix is None or not self.rule.matrix.cut:
-            raise TypeError(
-                f"{type(self).__name__} has no matrices to share: it works element by element, or needs whole "
-                "parameters; leave share_matrices() out"
-            )
-        shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
-        check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
-        # Of its own: DDP may be using the other one at the same time, from another thread.
-        ranks = dist.get_process_group_ranks(process_group)
-        own = dist.new_group(ranks, use_local_synchronization=True)
-        self._sharing = Sharing(own, exact) if len(ranks) > 1 else None
-        self._engine = Engine(self.rule, self._sharing)
+        self._engine.check(self._work(), self._own_state())
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
@@ -311,6 +293,7 @@ class RuleOptimizer(Optimizer):
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
+        self._check_all_state()
         result = packed(self, self._slots)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
@@ -332,11 +315,18 @@ class RuleOptimizer(Optimizer):
         check_not_wrappers(state_dict, type(self).__name__)
         state, groups = loaded(self, state_dict, self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
+        if self.owners is not None:
+            self.owners.stale = False  # the same has been loaded on every rank
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
 
     def _slots(self, group: dict[str, Any]) -> tuple[Slot, ...]:
         return kept_slots(self.rule, hyperparameters({**FLAGS, **self.defaults, **group}))
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_all_state()
+        found: dict[str, Any] = super().__getstate__()
+        return found
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

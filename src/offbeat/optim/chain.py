@@ -177,6 +177,20 @@ class Chain(Optimizer):
             if hasattr(one, "init_state"):
                 one.init_state()
 
+    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
+        """Share the work of whole matrices among ranks; see :meth:`offbeat.Muon.share_matrices`."""
+        having = [one for one in self.optimizers if isinstance(one, RuleOptimizer) and one.has_matrices]
+        if not having:
+            raise TypeError("no optimizer of this chain has matrices to share; leave share_matrices() out")
+        for one in having:
+            one.share_matrices(process_group, exact=exact)
+
+    def gather_state(self) -> None:
+        """Bring the state that only owners of matrices have to all ranks; see :meth:`offbeat.Muon.gather_state`."""
+        for one in self.optimizers:
+            if isinstance(one, RuleOptimizer):
+                one.gather_state()
+
     def tiers(self) -> list[Choice]:
         """For each group, the tier that runs it and why; see :meth:`offbeat.AdamW.tiers`."""
         found: list[Choice] = []

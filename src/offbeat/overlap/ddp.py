@@ -60,6 +60,7 @@ class DdpSource(Source):
         super().__init__(step, ddp)
         self._running = False
         self._used_here: set[int] = set()
+        self._finds_unused = bool(ddp.find_unused_parameters)
         self._hook = CommHook.register(ddp)
         if not self._hook.listeners and isinstance(self._hook.reducer, UserHook):
             self._hook.release(self._hook.reducer)  # that of an overlap that has been removed
@@ -91,7 +92,8 @@ class DdpSource(Source):
         """See :class:`offbeat.ddp.Listener`.
 
         A parameter that this rank did not use may be unused on all ranks, and must then not be updated. DDP knows that
-        only at the end of backward, so ``optimizer.step()`` updates it if it has a gradient then.
+        only at the end of backward, so ``optimizer.step()`` updates it if it has a gradient then. Matrices that several
+        ranks share wait for that on all ranks.
         """
         self._check_not_removed()
         if index == 0:
@@ -105,13 +107,26 @@ class DdpSource(Source):
         if not mine or not self.step.accumulation.is_last_pass:
             return None
         ours = [params[i] for i in mine]
-        now = [k for k, p in enumerate(ours) if id(p) in self._used_here]
+        together = self._stepped_together()
+        now = [k for k, p in enumerate(ours) if id(p) in self._used_here and id(p) not in together]
 
         def step_bucket(grads: Sequence[Tensor]) -> None:
             with self.step.lock:
                 self.step.bucket(ours, [grads[i] for i in mine], now)
 
         return step_bucket
+
+    def _stepped_together(self) -> set[int]:
+        """Ids of parameters that all ranks must step at once, while each knows only what it has used itself."""
+        if not self._finds_unused:
+            return set()
+        sharing = self.step.parameters.sharing()
+        return {id(p) for one in sharing for group in one.param_groups for p in group["params"]}
+
+    @property
+    def accumulates(self) -> bool:
+        """See :class:`offbeat.ddp.Listener`."""
+        return not self._removed and not self.step.accumulation.is_last_pass
 
     def pass_ended(self) -> None:
         """See :class:`offbeat.ddp.Listener`."""

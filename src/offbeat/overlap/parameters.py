@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.optim import Chain, RuleOptimizer
 from offbeat.overlap.clipping import Shards, shard_groups
 
 __all__ = ["Parameters"]
@@ -43,3 +44,8 @@ class Parameters:
         self.all = params
         self.shards = {id(p): shard_groups(p) for p in params}
         return True
+
+    def sharing(self) -> list[RuleOptimizer]:
+        """The optimizer, or those in the chain, whose matrices several ranks share. All ranks step them together."""
+        every = self._optimizer.optimizers if isinstance(self._optimizer, Chain) else [self._optimizer]
+        return [one for one in every if isinstance(one, RuleOptimizer) and one.sharing_group is not None]

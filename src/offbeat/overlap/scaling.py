@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat.engine.owned import gradient_of
 from offbeat.engine.tensors import local
 
 __all__ = ["Scaling", "unscale"]
@@ -79,18 +80,14 @@ class Scaling:
 
     def moved(self, p: Tensor) -> None:
         """Called when an unscaled gradient was copied into ``.grad`` without a change."""
-        if id(p) in self._done and p.grad is not None:
-            self._done[id(p)] = (p.grad, _torch.version_of(p.grad))
+        if id(p) in self._done and (g := gradient_of(p)) is not None:
+            self._done[id(p)] = (g, _torch.version_of(g))
 
     def check(self, params: Sequence[Tensor]) -> None:
         """Raise if an unscaled gradient was changed: the user expected it to be still scaled."""
         for p in params:
-            found = self._done.get(id(p))
-            if (
-                found is not None
-                and p.grad is not None
-                and (found[0] is not p.grad or found[1] != _torch.version_of(p.grad))
-            ):
+            found, g = self._done.get(id(p)), gradient_of(p)
+            if found is not None and g is not None and (found[0] is not g or found[1] != _torch.version_of(g)):
                 raise RuntimeError(
                     f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and "
                     "scaler.unscale_(), but overlap() unscales gradients during backward; change gradients after "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from offbeat.engine.owned import gradient_of
 from offbeat.overlap.accumulation import Accumulation
 from offbeat.overlap.clipping import Clipping
 from offbeat.overlap.consumed import Placeholders, settle
@@ -50,6 +51,8 @@ class Step:
         self.parameters = Parameters(optimizer, order)
         self.accumulation = Accumulation(accumulate)
         self.clip = clip
+        if clip is not None:
+            clip.sharing = self.parameters.sharing
         self.scaling: Scaling | None = None
         self.hooks: StepHooks | None = None
         self.lock = threading.RLock()
@@ -172,9 +175,11 @@ class Step:
         left = self._left()
         self.scaling.check(left)
         rest = [p for p in left if not self.scaling.is_unscaled(p)]
-        self.scaling.unscale(rest, [p.grad for p in rest if p.grad is not None])
+        self.scaling.unscale(rest, [g for p in rest if (g := gradient_of(p)) is not None])
         shard_groups = (group for groups in self.parameters.shards.values() for group in groups)
-        self.scaling.agree(list(dict.fromkeys([*self._agreeing, *shard_groups])), self.parameters.all[0].device)
+        owner_groups = (one.sharing_group for one in self.parameters.sharing() if one.owners is not None)
+        groups = list(dict.fromkeys([*self._agreeing, *shard_groups, *owner_groups]))
+        self.scaling.agree(groups, self.parameters.all[0].device)
 
     def check(self) -> None:
         """Raise if ``optimizer.step()`` cannot finish what backward has begun. Changes nothing."""

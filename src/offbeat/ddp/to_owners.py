@@ -1,0 +1,284 @@
+"""Gradients of whole matrices that reach only the rank that owns the matrix, in place of DDP's all-reduce."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future, collect_all
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from offbeat import _torch
+from offbeat._torch import foreach_copy_, foreach_mul_, foreach_norm, foreach_zero_
+from offbeat.ddp.comm_hook import CommHook
+from offbeat.ddp.mean import DdpMean
+from offbeat.engine.agree import norms_of_owners
+from offbeat.engine.owned import OwnedGradient, gradient_of
+from offbeat.optim import Chain, RuleOptimizer
+
+__all__ = ["ReducedToOwners", "reduce_to_owners"]
+
+
+def reduce_to_owners(optimizer: Optimizer, module: DistributedDataParallel, *, exact: bool = False) -> ReducedToOwners:
+    """Send the gradient of each matrix to one rank, its owner, which transforms it for all. The loop stays as it is.
+
+    DDP sends every gradient to every rank. A rule that works on whole matrices (Muon) needs that on one rank only: the
+    owner keeps the momentum, makes the matrix orthogonal, and sends the update to the others. A rank then sends about
+    6 bytes a parameter instead of 8, and does its share of the arithmetic. Other parameters are all-reduced as ever.
+
+    Call it before or after :func:`offbeat.overlap`, which then steps matrices bucket by bucket during backward.
+
+    Args:
+        optimizer: a :class:`offbeat.Muon`, or a :class:`offbeat.Chain` that has one.
+        module: the DDP module with its matrices. Every rank must call this, and every ``step()``, together.
+        exact: send updates in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16, which
+            is what Muon computes in by default.
+
+    Returns:
+        A handle: :meth:`~ReducedToOwners.clip_grad_norm_`, and :meth:`~ReducedToOwners.remove`.
+
+    Example::
+
+        model = DistributedDataParallel(model)
+        split = offbeat.split_parameters(model.module)
+        optimizer = offbeat.Chain([offbeat.Muon(split.matrices, lr=0.02), offbeat.AdamW(split.rest, lr=1e-3)])
+        handle = offbeat.reduce_to_owners(optimizer, model)
+
+    Limits: after backward, ``.grad`` of a matrix cannot be read. State of a matrix is current on its owner only; call
+    ``optimizer.gather_state()`` on every rank before ``state_dict()``, which raises otherwise.
+    """
+    parts = _check(optimizer, module)
+    handle = ReducedToOwners(optimizer, module, parts, exact)
+    hook = CommHook.register(module)
+    for one in parts:
+        one.own_matrices(module.process_group, exact=exact)
+    handle.begin(hook)
+    return handle
+
+
+def _check(optimizer: Any, module: Any) -> list[RuleOptimizer]:
+    """The optimizers that have matrices. Raises if their gradients cannot be reduced to owners."""
+    if not isinstance(module, DistributedDataParallel):
+        raise TypeError(
+            f"reduce_to_owners() takes a DistributedDataParallel module, but got {type(module).__name__}; FSDP2 needs "
+            "no call, and without DDP there is nothing to reduce"
+        )
+    every = optimizer.optimizers if isinstance(optimizer, Chain) else [optimizer]
+    parts = [one for one in every if isinstance(one, RuleOptimizer) and one.has_matrices]
+    if not parts:
+        raise TypeError(
+            f"{type(optimizer).__name__} has no matrices whose gradients could be reduced to an owner; pass an "
+            "offbeat.Muon, or an offbeat.Chain that has one"
+        )
+    if _torch.uses_python_reducer(module) or module.mixed_precision is not None:
+        raise ValueError(
+            "reduce_to_owners() needs the buckets of DistributedDataParallel, in the dtype of the parameters; leave "
+            "mixed_precision= and DDP's python reducer out"
+        )
+    hook = CommHook.find(module, instead="as gradients are reduced either by it or to owners")
+    if hook is not None and hook.reducer is not None:
+        raise ValueError(f"{hook.reducer.conflict}; leave it or reduce_to_owners() out")
+    ignored = module.parameters_to_ignore
+    inside = {id(p) for name, p in module.module.named_parameters(remove_duplicate=False) if name not in ignored}
+    for one in parts:
+        if one.sharing_group is not None:
+            raise ValueError(
+                f"{type(one).__name__} shares its matrices already; leave share_matrices() out, or call remove() of "
+                "the handle that reduce_to_owners() returned before"
+            )
+        for p in (p for group in one.param_groups for p in group["params"]):
+            if id(p) not in inside:
+                raise ValueError(
+                    f"the optimizer has a matrix of shape {tuple(p.shape)} that the DistributedDataParallel module "
+                    "does not reduce; pass the module whose parameters the optimizer has"
+                )
+    return parts
+
+
+class ReducedToOwners:
+    """The handle of :func:`reduce_to_owners`. It reduces the buckets of the DDP module."""
+
+    conflict = (
+        "offbeat.reduce_to_owners() reduces the gradients of this DistributedDataParallel module already, and a bucket "
+        "can be reduced only once; leave it out, or call remove() of its handle"
+    )
+
+    def __init__(
+        self, optimizer: Optimizer, ddp: DistributedDataParallel, parts: list[RuleOptimizer], exact: bool
+    ) -> None:
+        self._optimizer, self._ddp = weakref.ref(optimizer), weakref.ref(ddp)
+        self._parts = parts
+        self._mean = DdpMean(ddp)
+        self._hook: CommHook | None = None
+
+    def begin(self, hook: CommHook) -> None:
+        """Reduce the buckets of this hook's module."""
+        if dist.get_world_size(self._module().process_group) > 1:
+            hook.reduce_with(self)
+            hook.add_listener(self)
+            self._hook = hook
+
+    def owner(self, p: Tensor) -> int | None:
+        """The rank, in DDP's process group, that owns a parameter; None if its gradient is all-reduced."""
+        for one in self._parts:
+            if one.owners is not None and p in one.owners:
+                return one.owners.of(p)
+        return None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the gradients of the optimizer's parameters, as :func:`torch.nn.utils.clip_grad_norm_` does.
+
+        Call it on every rank between ``backward()`` and ``step()``. Each matrix counts once: the ranks exchange one
+        number for each.
+
+        Returns:
+            The norm of all gradients together, the same on every rank.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        here = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        params = [p for p in self._module().parameters() if id(p) in here and p.grad is not None]
+        grads = [g for p in params if (g := gradient_of(p)) is not None]
+        if not grads:
+            return torch.zeros(())
+        norms = list(foreach_norm(grads))
+        for one in self._parts:
+            if one.owners is not None:
+                some = [i for i, p in enumerate(params) if p in one.owners and isinstance(p.grad, OwnedGradient)]
+                if some:
+                    mine = [one.owners.has(params[i]) for i in some]
+                    found = norms_of_owners([norms[i] for i in some], mine, one.sharing_group)
+                    for i, norm in zip(some, found, strict=True):
+                        norms[i] = norm
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+        if error_if_nonfinite and not total.isfinite():
+            raise RuntimeError(f"the norm of all gradients is {total.item()}; pass error_if_nonfinite=False to go on")
+        kinds: dict[Any, list[Tensor]] = {}
+        for g in grads:
+            kinds.setdefault((g.device, g.dtype), []).append(g)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for (device, _), some_grads in kinds.items():
+            foreach_mul_(some_grads, coefficient.to(device))
+        return total
+
+    def remove(self) -> None:
+        """Bring all state to all ranks and let DDP all-reduce gradients again. Every rank must call this together."""
+        for one in self._parts:
+            for p in (p for group in one.param_groups for p in group["params"]):
+                if isinstance(p.grad, OwnedGradient):
+                    raise RuntimeError(
+                        "remove() was called between backward() and zero_grad(), when only owners have gradients; call "
+                        "optimizer.step() and optimizer.zero_grad() first"
+                    )
+        for one in self._parts:
+            one.disown_matrices()
+        if self._hook is not None:
+            self._hook.release(self)
+            self._hook.remove_listener(self)
+            self._hook = None
+
+    # As the reducer and a listener of the module's CommHook
+
+    def reduce(self, bucket: Any) -> Future[Any]:
+        """See :class:`offbeat.ddp.Reducer`."""
+        ddp = self._module()
+        if _torch.is_joining(ddp):
+            raise RuntimeError(
+                "join() cannot be used with reduce_to_owners(): a rank that has no more data would still own matrices; "
+                "give all ranks the same number of batches"
+            )
+        owners = [self.owner(p) for p in bucket.parameters()]
+        assert self._hook is not None
+        if self._hook.accumulates or all(owner is None for owner in owners):
+            return self._mean.start(bucket, defer=False)[0]
+        return _to_owners(bucket, owners, ddp.process_group)
+
+    def bucket_filled(self, params: Sequence[Tensor], index: int) -> Callable[[Sequence[Tensor]], None] | None:
+        """See :class:`offbeat.ddp.Listener`."""
+        return None
+
+    @property
+    def accumulates(self) -> bool:
+        """See :class:`offbeat.ddp.Listener`."""
+        return False
+
+    def pass_ended(self) -> None:
+        """See :class:`offbeat.ddp.Listener`. From here on nobody but the step reads the gradients of matrices."""
+        if self._hook is None or self._hook.accumulates:
+            return
+        for one in self._parts:
+            for p in (p for group in one.param_groups for p in group["params"]):
+                if type(p.grad) is Tensor and one.owners is not None and p in one.owners:
+                    p.grad = OwnedGradient(p, p.grad, one.sharing_group)
+
+    def failed(self, error: BaseException) -> None:
+        """See :class:`offbeat.ddp.Listener`."""
+
+    def _module(self) -> DistributedDataParallel:
+        ddp = self._ddp()
+        assert ddp is not None
+        return ddp
+
+
+def _to_owners(bucket: Any, owners: Sequence[int | None], group: Any) -> Future[Any]:
+    """Reduce matrices to their owners and all-reduce the rest.
+
+    One all-to-all brings the parts of each matrix to its owner, which adds them up in the order of ranks. The bucket
+    then has zeros where another rank is the owner.
+    """
+    buffer, ranks, me = bucket.buffer(), dist.get_world_size(group), dist.get_rank(group)
+    start = buffer.storage_offset()
+    # A gradient's numbers lie together in the bucket, whatever its layout.
+    pieces = [buffer.narrow(0, g.storage_offset() - start, g.numel()) for g in bucket.gradients()]
+    rest = [piece for piece, owner in zip(pieces, owners, strict=True) if owner is None]
+    by_owner = [[piece for piece, owner in zip(pieces, owners, strict=True) if owner == r] for r in range(ranks)]
+    mine, others = by_owner[me], [piece for r, some in enumerate(by_owner) if r != me for piece in some]
+    sizes = [sum(piece.numel() for piece in some) for some in by_owner]
+    wide = buffer.dtype in (torch.float32, torch.float64)
+    sent = _packed([piece for some in by_owner for piece in some], buffer)
+    shared = _packed(rest, buffer)
+    if not wide:  # sums could overflow
+        sent.mul_(1 / ranks)
+        shared.mul_(1 / ranks)
+    arrived = buffer.new_empty(ranks * sizes[me])
+    width = buffer.element_size()
+    underway = [
+        dist.all_to_all_single(
+            arrived.view(torch.uint8), sent.view(torch.uint8), [width * sizes[me]] * ranks,
+            [width * size for size in sizes], group=group, async_op=True,
+        ).get_future()
+    ]  # fmt: skip
+    if rest:
+        underway.append(dist.all_reduce(shared, group=group, async_op=True).get_future())
+
+    def unpack(done: Future[Any]) -> Any:
+        for one in done.value():
+            one.value()  # raises if it has failed
+        total, *more = torch.split(arrived, sizes[me]) if sizes[me] else [arrived]
+        for part in more:
+            total.add_(part)
+        if wide:
+            total.mul_(1 / ranks)
+            shared.mul_(1 / ranks)
+        _unpack(total, mine)
+        _unpack(shared, rest)
+        if others:
+            foreach_zero_(others)
+        return buffer
+
+    return collect_all(underway).then(unpack)
+
+
+def _packed(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(pieces) if pieces else like.new_empty(0)
+
+
+def _unpack(flat: Tensor, pieces: list[Tensor]) -> None:
+    if pieces:
+        foreach_copy_(pieces, list(torch.split(flat, [piece.numel() for piece in pieces])))

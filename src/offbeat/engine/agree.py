@@ -1,0 +1,96 @@
+"""What ranks that share matrices tell each other beside them: whether they have the same, norms, and state."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offbeat._torch import foreach_copy_
+from offbeat.engine.owners import rounds
+
+__all__ = [
+    "check_agreement",
+    "check_same_gradients",
+    "check_same_parameters",
+    "norms_of_owners",
+    "send_from_owners",
+]
+
+#: Bytes of state that are sent at a time. A single tensor may need more.
+PACKED_BYTES = 64 << 20
+
+
+def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all ranks of the group pass the same."""
+    if not _same(repr(shapes), group, device):
+        raise RuntimeError(
+            "the ranks have different parameters, or the same in another order, so they cannot share the work; build "
+            "the same model and the same groups on every rank"
+        )
+
+
+def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same gradients to the bit.
+
+    One pass over the gradients: their bits are added up as whole numbers, in which the order does not matter.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
+    for g in gradients:
+        total += g.contiguous().view(_WORDS[g.element_size()]).sum(dtype=torch.int64)
+    if not _agree(total & (2**62 - 1), group):
+        raise RuntimeError(
+            "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
+            "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+        )
+
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _same(text: str, group: Any, device: torch.device) -> bool:
+    return _agree(torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device), group)
+
+
+def _agree(number: Tensor, group: Any) -> bool:
+    pair = torch.stack([number, -number])
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return bool(pair[0] == -pair[1])
+
+
+def check_agreement(jobs: Sequence[Any], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same jobs. Exchanges two numbers."""
+    if not _same(repr([(job.at, job.shape) for job in jobs]), group, device):
+        raise RuntimeError(
+            "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
+            "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
+        )
+
+
+def norms_of_owners(norms: Sequence[Tensor], mine: Sequence[bool], group: Any) -> list[Tensor]:
+    """The norm that the owner of each matrix has found: every rank gets the same bits."""
+    wide = [norm.double() if here else torch.zeros_like(norm).double() for norm, here in zip(norms, mine, strict=True)]
+    found = torch.stack(wide)
+    dist.all_reduce(found, group=group)  # all but one are zero, so the order of the sum does not matter
+    return [one.to(norm.dtype) for one, norm in zip(found.unbind(), norms, strict=True)]
+
+
+def send_from_owners(tensors: Sequence[Tensor], owners: Sequence[int], group: Any) -> None:
+    """Copy each tensor from its owner to all ranks of the group, packed in buffers of bounded size."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for t, owner in zip(tensors, owners, strict=True):
+        kinds.setdefault((owner, t.dtype, t.device), []).append(t)
+    for (owner, dtype, device), some in kinds.items():
+        source = dist.get_global_rank(group, owner) if group is not None else owner
+        for positions in rounds([t.nbytes for t in some], [0] * len(some), 1, PACKED_BYTES):
+            packed = [some[i] for i in positions]
+            flat = torch.empty(sum(t.numel() for t in packed), dtype=dtype, device=device)
+            parts = torch.split(flat, [t.numel() for t in packed])
+            pieces = [part.view(t.shape) for part, t in zip(parts, packed, strict=True)]
+            foreach_copy_(pieces, packed)
+            dist.broadcast(flat.view(torch.uint8), source, group=group)
+            foreach_copy_(packed, pieces)
