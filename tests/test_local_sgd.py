@@ -387,17 +387,17 @@ def nodes(rank, world):
     from offbeat.wire.groups import node_group
 
     with nodes_of(1):
-        assert node_group(dist.group.WORLD) is None
-    with nodes_of(None):  # one host and no launcher: everyone by themselves
-        assert node_group(dist.group.WORLD) is None
+        assert node_group(dist.group.WORLD) == (None, "alone on a node by LOCAL_WORLD_SIZE")
+    with nodes_of(None), pytest.warns(UserWarning, match="every rank trains by itself"):  # one host and no launcher
+        assert node_group(dist.group.WORLD) == (None, "all are on one host, and LOCAL_WORLD_SIZE is not set")
     with nodes_of(world), pytest.warns(UserWarning, match="all ranks are on one node"):
-        assert dist.get_process_group_ranks(node_group(dist.group.WORLD)) == list(range(world))
+        assert dist.get_process_group_ranks(node_group(dist.group.WORLD)[0]) == list(range(world))
     if world == 4:
         with nodes_of(2):
-            assert dist.get_process_group_ranks(node_group(dist.group.WORLD)) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert dist.get_process_group_ranks(node_group(dist.group.WORLD)[0]) == [rank // 2 * 2, rank // 2 * 2 + 1]
         with nodes_of(3 if rank < 3 else 1):  # nodes of different sizes
             os.environ["LOCAL_RANK"] = str(rank if rank < 3 else 0)
-            found = node_group(dist.group.WORLD)
+            found, _ = node_group(dist.group.WORLD)
             assert found is None if rank == 3 else dist.get_process_group_ranks(found) == [0, 1, 2]
     from offbeat._torch import timeout_of
     from offbeat.wire.groups import blocks, twin

@@ -109,7 +109,7 @@ def test_one_rank_trains_as_without(alone):
 def test_it_is_an_optimizer_but_not_a_copy(alone):
     local = make(every=2)
     assert isinstance(local, torch.optim.Optimizer)
-    assert repr(local) == repr(local.optim)
+    assert repr(local).startswith("LocalSGD (")
     with pytest.raises(TypeError, match="save its state_dict"):
         pickle.dumps(local)
     scaler = torch.amp.GradScaler("cpu")

@@ -159,4 +159,6 @@ class FunctionalOptimizer:
             self._optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
-        return f"functional {self._optimizer!r}"
+        count = sum(len(group["params"]) for group in self.param_groups)
+        head, _, rest = repr(self._optimizer).partition("\n")
+        return f"functional {head}\n    parameters: {count}\n{rest}"

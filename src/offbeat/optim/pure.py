@@ -78,6 +78,11 @@ class PureOptimizer:
         self.rule = rule
         self.options: dict[str, Any] = {**options, "differentiable": True}
 
+    def __repr__(self) -> str:
+        names = [one.name for one in self.rule.hyper] + (["maximize"] if self.options["maximize"] else [])
+        lines = "".join(f"    {name}: {self.options[name]}\n" for name in sorted(names))
+        return f"pure {self.rule.name} (\n{lines})"
+
     def init(self, params: Any) -> Any:
         """State for ``params``: the same nesting, with a dictionary in the place of each tensor."""
         h = hyperparameters(self.options)

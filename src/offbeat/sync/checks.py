@@ -86,26 +86,28 @@ def in_words(option: Any) -> str:
     return f"function {getattr(option, '__name__', '')}" if callable(option) else type(option).__name__
 
 
-def find_subgroup(subgroup: Any, everyone: Peers, sharded: bool) -> Peers | None:
-    """The ranks that average gradients after warm-up, or None."""
+def find_subgroup(subgroup: Any, everyone: Peers, sharded: bool) -> tuple[Peers | None, str]:
+    """The ranks that average gradients after warm-up, or None; and in words how they were found."""
     from offbeat.sync.members import peers_of
 
     if isinstance(subgroup, str):
         if subgroup != "node":
             raise ValueError(f"subgroup must be 'node', a process group or None, but got {subgroup!r}")
         # A sharded module reduces its gradients itself, and simulated ranks are hosts of their own.
-        if sharded or everyone.size == 1 or not isinstance(everyone, GroupPeers):
-            return None
-        node = node_group(everyone.group)
-        return None if node is None else peers_of(node)
+        if sharded:
+            return None, "the sharded module averages its own"
+        if everyone.size == 1 or not isinstance(everyone, GroupPeers):
+            return None, "there is one" if everyone.size == 1 else "they are simulated"
+        node, why = node_group(everyone.group)
+        return None if node is None else peers_of(node), why
     if subgroup is None:
-        return None
+        return None, "subgroup=None"
     try:
         found = peers_of(subgroup)
     except ValueError:
         me = everyone.ranks[everyone.rank]
         raise ValueError(f"rank {me} is not in its subgroup; pass a group that contains it") from None
-    return found if found.size > 1 else None
+    return found if found.size > 1 else None, "subgroup= was given"
 
 
 def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor], ranks: int) -> None:

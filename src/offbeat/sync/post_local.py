@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from offbeat.ddp import as_it_is, mean_of_bucket
 from offbeat.sync.warmup import hook_state, note_hook
+from offbeat.sync.words import block, number_of
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import host_group, members, whole
 
@@ -70,6 +72,12 @@ class PostLocalSGDState:
         self.iter = 0
         self._noted: set[int] = set()
 
+    def __repr__(self) -> str:
+        where = "not chosen yet" if self.subgroup is None else f"ranks {members(self.subgroup)}"
+        after = where if self.post_local_gradient_allreduce else "not averaged"
+        warmup = f"warm-up: {self.start_localSGD_iter} iterations, {self.iter} done"
+        return f"PostLocalSGDState (\n    {warmup}\n    gradients after it: {after}\n)"
+
     def maybe_increase_iter(self, bucket: GradBucket) -> None:
         """Count an iteration when its last bucket arrives."""
         if bucket.is_last():
@@ -123,10 +131,12 @@ def post_local_sgd_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[
 
 def _host_of(everyone: Any) -> Any:
     group, ranks = host_group(everyone), len(members(everyone))
+    how = "by LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in os.environ else "by its name, LOCAL_WORLD_SIZE is not set"
+    logger.info("Gradients are averaged over ranks %s after warm-up: one host, %s", members(group), how)
     if ranks > 1 and len(members(group)) == ranks:
         warnings.warn(
-            f"all {ranks} ranks are on one host, so their gradients are averaged at every step after warm-up too, and "
-            "averaging parameters changes nothing; pass a smaller subgroup to PostLocalSGDState, or "
+            f"all {ranks} ranks are on one host ({how}), so their gradients are averaged at every step after warm-up "
+            "too, and averaging parameters changes nothing; pass a smaller subgroup to PostLocalSGDState, or "
             "post_local_gradient_allreduce=False to let ranks train by themselves",
             stacklevel=3,
         )
@@ -182,6 +192,10 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
             raise TypeError(f"averager must have average_parameters() and a step, but got {type(averager).__name__}")
         super().__init__(optim)
         self.averager = averager
+
+    def __repr__(self) -> str:
+        words = f"averager: {type(self.averager).__name__}, {number_of(self.averager.step, 'step')}"
+        return block(type(self).__name__, [words], self.optim)
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -42,6 +42,7 @@ from offbeat.sync.members import connect_all, connect_levels, peers_of
 from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks
+from offbeat.sync.words import block, bytes_in_words, level_in_words, number_of, ranks_in_words, warmup_in_words
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import replica_group
 from offbeat.wire.peers import GroupPeers
@@ -184,7 +185,7 @@ class Replica(OptimizerWrapper, Joinable):
                 "replicas, shard over a mesh inside each node",
                 stacklevel=2,
             )
-        self._subgroup = find_subgroup(subgroup, self._everyone, sharded)
+        self._subgroup, self._why_subgroup = find_subgroup(subgroup, self._everyone, sharded)
         delayed = any(level.delay for level in levels)
         peers = connect_levels(levels, self._everyone, mesh, quiet=delayed)
         self._contents = Contents(opt, module, state, buffers)
@@ -199,7 +200,7 @@ class Replica(OptimizerWrapper, Joinable):
             share=1 / self.replicas,
         )
         self._top = len(levels) - 1
-        self._levels = levels
+        self._levels, self._level_peers = levels, peers
         self._gradient_mean: GradientMean | None = None
         self._begun = self._anchored = self._made_equal = False
         self._looked_at_module, self._sharded = False, sharded
@@ -235,6 +236,19 @@ class Replica(OptimizerWrapper, Joinable):
                 check_linear(one)
         words = [f"{type(one).__name__}({in_words(one.defaults)})" for one in made]
         check_same_options({"outer": words}, within)
+
+    def __repr__(self) -> str:
+        everyone, node = self._everyone, self._subgroup
+        after = "every rank by itself" if node is None else ranks_in_words(node.ranks, everyone.ranks)
+        warmup = warmup_in_words(self._calendar.warmup)
+        lines = [
+            f"ranks: {everyone.size}, replicas: {self.replicas}",
+            f"gradients: averaged over all ranks in warm-up ({warmup}); then {after} ({self._why_subgroup})",
+        ]
+        for level, peers, outer in zip(self._levels, self._level_peers, self.outers, strict=True):
+            lines.append(f"parameters: {level_in_words(level, peers, everyone, outer)}")
+        done = [number_of(self.steps, "step"), number_of(self.syncs, "round"), bytes_in_words(self.bytes_sent)]
+        return block(type(self).__name__, [*lines, f"done: {', '.join(done)} sent"], self.optim)
 
     @property
     def steps(self) -> int:

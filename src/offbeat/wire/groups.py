@@ -157,16 +157,24 @@ def host_group(group: Any) -> Any:
     return group if together == members(group) else new_group(together, group)
 
 
-def node_group(group: Any) -> Any:
-    """The ranks of this group on this rank's host, or None if this rank trains by itself.
+def node_group(group: Any) -> tuple[Any, str]:
+    """The ranks of this group on this rank's host, or None if this rank trains by itself; and in words why.
 
     A rank trains by itself if it is alone on its host, or if all ranks are on one host and ``LOCAL_WORLD_SIZE`` is not
-    set.
+    set: they are then taken for what they would be on several hosts. That is a guess, and a warning says so.
     """
     together, by_launcher = _ranks_of_host(group)
     if together == members(group):
-        if not by_launcher or len(together) == 1:
-            return None
+        if len(together) == 1:
+            return None, "there is one"
+        if not by_launcher:
+            warnings.warn(
+                f"all {len(together)} ranks are on one host, and LOCAL_WORLD_SIZE, which torchrun sets, is not there "
+                "to say which of them are a node, so that every rank trains by itself after warm-up; pass "
+                "subgroup=None if you want that, or else a process group of ranks that average their gradients",
+                stacklevel=4,
+            )
+            return None, "all are on one host, and LOCAL_WORLD_SIZE is not set"
         warnings.warn(
             "all ranks are on one node, so gradients are averaged over all of them at every step and averaging "
             "parameters changes nothing; pass subgroup=None (or a smaller process group) to let ranks train by "
@@ -174,7 +182,8 @@ def node_group(group: Any) -> Any:
             stacklevel=4,
         )
     node = new_group(together, group)
-    return node if len(together) > 1 else None
+    why = "a node by LOCAL_WORLD_SIZE" if by_launcher else "a node by the names of hosts"
+    return (node, why) if len(together) > 1 else (None, f"alone on {why}")
 
 
 def _ranks_of_host(group: Any) -> tuple[list[int], bool]:
