@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica")]
 scenario = Scenarios(__name__)
 
 nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
+plain_mean = functools.partial(offbeat.SGD, lr=1.0)
 
 
 def fragments_of(model: nn.Module, parts: int) -> list[list[int]]:
@@ -503,6 +505,39 @@ def ranks_with_less_data(rank, world):
         diloco.finish()
         assert torch.equal(*everyone(flat(model))), options
         assert diloco.steps == 14
+
+
+@scenario(2)
+def a_rank_that_runs_out_of_data_in_warm_up(rank, world):
+    """Under Join. It has missed the end of warm-up, and takes over the anchors of the others; it has no weight."""
+    for overlapped in (False, True):
+        for last in (6, 14):  # the others end in warm-up, or after it
+            model = make()
+            ddp = DistributedDataParallel(model)
+            inner = offbeat.SGD(model.parameters(), lr=0.1)
+            if overlapped:
+                offbeat.overlap(inner, ddp)
+            diloco = offbeat.DiLoCo(inner, ddp, every=3, warmup=8, outer=plain_mean, subgroup=None)
+            with Join([ddp, diloco]):
+                train(ddp, diloco, range(last if rank == 0 else 3), rank)
+            assert torch.equal(*everyone(flat(model)))
+            other = make()  # alone; gradients of warm-up count the other rank as zero, as Join has it
+            alone = torch.optim.SGD(other.parameters(), lr=0.1)
+            for step in range(last):
+                alone.zero_grad()
+                loss(other, batch(step, 0)).backward()
+                grads = [p.grad for p in other.parameters()]
+                mine = grads if step >= 8 else [g / 2 for g in grads]
+                if step < 3:
+                    alone.zero_grad()
+                    loss(other, batch(step, 1)).backward()
+                    mine = [
+                        (a + b.grad) / 2 for a, b in zip([g.clone() for g in grads], other.parameters(), strict=True)
+                    ]
+                for p, g in zip(other.parameters(), mine, strict=True):
+                    p.grad = g
+                alone.step()
+            torch.testing.assert_close(flat(model), flat(other), rtol=1e-10, atol=1e-12)
 
 
 @scenario(2)

@@ -121,6 +121,15 @@ def test_rounds_before_any_local_step_move_nothing():
         before = flat(other)
         diloco.finish()
         assert torch.allclose(flat(other), before, rtol=1e-12)
+        # Overlapped, the last step of warm-up is made in backward, and anchors are of the forward pass before it.
+        other = build()
+        inner = sgd(other.parameters())
+        offbeat.overlap(inner, other)
+        diloco = offbeat.DiLoCo(inner, other, every=4, group=peers, subgroup=None)
+        loss(other, batch(0, 0)).backward()  # the same on both ranks, and a step without step()
+        before = flat(other)
+        diloco.finish()
+        assert torch.allclose(flat(other), before, rtol=1e-12)
 
     replicas(2, run)
 
@@ -161,11 +170,12 @@ def test_a_round_that_was_skipped_is_saved_as_such(policy, outer):
         assert found[1].isfinite().all()
 
 
-def test_schedulers_and_state_of_the_outer_optimizer_after_a_load():
+@pytest.mark.parametrize(("kind", "rate"), [("DiLoCo", 0.6), ("SlowMo", 1.0)])
+def test_schedulers_and_state_of_the_outer_optimizer_after_a_load(kind, rate):
     def run(rank, peers):
         def make_one():
             model = build()
-            return model, offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+            return model, getattr(offbeat, kind)(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
 
         model, diloco = make_one()
         fresh = copy.deepcopy((model.state_dict(), diloco.state_dict()))
@@ -176,11 +186,11 @@ def test_schedulers_and_state_of_the_outer_optimizer_after_a_load():
         diloco.load_state_dict(saved[1])
         assert diloco.outer is outer
         scheduler.step()
-        assert diloco.outer.param_groups[0]["lr"] == 0.3
+        assert diloco.outer.param_groups[0]["lr"] == rate / 2
         # A checkpoint from before the first local step leaves nothing behind of what came after it.
         model.load_state_dict(fresh[0])
         diloco.load_state_dict(fresh[1])
-        diloco.outer.param_groups[0]["lr"] = 0.6
+        diloco.outer.param_groups[0]["lr"] = rate
         train(model, diloco, range(6), rank)
         other, again = make_one()
         train(other, again, range(6), rank)
@@ -439,3 +449,71 @@ def test_delayed_averages_in_a_wider_dtype_are_not_rounded_in_between():
     mean = sum(before.float() / 3 for before, _ in found)
     for before, after in found:
         assert torch.equal(after, before + (mean - before.float()).bfloat16())
+
+
+@pytest.mark.parametrize("outer", [None, functools.partial(offbeat.SGD, lr=0.7)])
+@pytest.mark.parametrize("options", [{"delay": 2}, {"delay": 0}])
+def test_a_rank_without_a_weight_and_with_nan_gets_the_result(outer, options):
+    """Whether parameters are mixed, or a difference is added to them."""
+
+    def run(rank, peers):
+        model = build()
+        levels = [offbeat.Level(every=3, outer=outer, mixing=None if outer is None else 0.25, **options)]
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        replica = offbeat.Replica(inner, model, levels, weighted=True, group=peers, subgroup=None)
+        for step in range(7):
+            if rank == 0:
+                replica.seen(5)
+            if rank == 1 and step == 2:
+                with torch.no_grad():
+                    model[2].weight[0] = float("nan")
+            train(model, replica, [step], rank)
+        return flat(model), [t for state in inner.state.values() for t in state.values()]
+
+    for model, state in replicas(2, run):
+        assert model.isfinite().all()
+        assert all(t.isfinite().all() for t in state)
+
+
+def test_nobody_spreads_nan_without_weights():
+    """sync() before anybody has seen anything: ranks that are finite count."""
+
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.LocalSGD(sgd(model.parameters()), model, every=9, weighted=True, group=peers, subgroup=None)
+        replica.seen(1)
+        train(model, replica, [0], rank)
+        train(model, replica, [1], rank)
+        if rank == 1:
+            with torch.no_grad():
+                model[0].bias.fill_(float("inf"))
+        replica.sync()
+        return flat(model)
+
+    one, two = replicas(2, run)
+    assert torch.equal(one, two)
+    assert one.isfinite().all()
+
+
+def test_fragments_may_name_frozen_parameters():
+    """Frozen from the start, unfrozen later, and a whole fragment of them."""
+
+    def run(rank, peers, codec):
+        model = build()
+        names = [name for name, _ in model.named_parameters()]
+        model[0].requires_grad_(False)
+        replica = offbeat.DiLoCo(
+            sgd(model.parameters()), model, every=3, fragments=[names[:2], names[2:4], names[4:]], codec=codec,
+            group=peers, subgroup=None,
+        )  # fmt: skip
+        train(model, replica, range(4), rank)
+        model[0].requires_grad_(True)
+        train(model, replica, range(4, 9), rank)
+        replica.finish()
+        with pytest.raises(ValueError, match="no such parameter"):
+            offbeat.DiLoCo(sgd(model.parameters()), model, fragments=[["0.wieght"], names], group=peers, subgroup=None)
+        return flat(model)
+
+    for codec in (None, "int8"):
+        one, two = offbeat.Simulation(2).run(run, codec)
+        assert torch.equal(one, two)

@@ -33,7 +33,8 @@ class Shares:
         moved: which ranks have made a step since the last average.
         state_keys: for each column of ``FoundKeys``, the largest value on any rank.
         rounds: how many rounds of this track each rank has completed.
-        finite: which ranks have only finite numbers to exchange.
+        finite: which ranks have only finite numbers to exchange, or no weight.
+        sound: which ranks have only finite numbers.
         unchecked: whether any rank has anchors that have not been compared yet.
     """
 
@@ -47,6 +48,7 @@ class Shares:
     state_keys: tuple[int, ...] = ()
     rounds: tuple[int, ...] = ()
     finite: tuple[bool, ...] = ()
+    sound: tuple[bool, ...] = ()
     unchecked: bool = False
 
     @staticmethod
@@ -121,7 +123,7 @@ def agree(
     if len({(row[1], row[2]) for row in table}) > 1:
         name_difference(peers, items())
     weights = [struct.unpack("<d", struct.pack("<q", row[5]))[0] for row in table]
-    sound = tuple(bool(row[9]) for row in table)
+    given, sound = list(weights), tuple(bool(row[9]) for row in table)
     if leave_out:
         weights = [w if ok else 0.0 for w, ok in zip(weights, sound, strict=True)]
     return Shares.of(
@@ -132,7 +134,8 @@ def agree(
         moved=tuple(bool(row[7]) for row in table),
         state_keys=tuple(max(column) for column in zip(*(row[11:] for row in table), strict=True)),
         rounds=tuple(row[8] for row in table),
-        finite=sound,
+        finite=tuple(ok or w == 0 for ok, w in zip(sound, given, strict=True)),
+        sound=sound,
         unchecked=any(row[10] for row in table),
     )
 

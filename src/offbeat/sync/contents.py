@@ -46,6 +46,13 @@ class Contents:
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by their name in the module, or by their position in the optimizer's groups."""
+        return {name: p for name, p in self._by_name().items() if p.requires_grad or p in self._ever}
+
+    def frozen(self) -> set[str]:
+        """The names of parameters that are not averaged now, but would be if they had ``requires_grad``."""
+        return {name for name, p in self._by_name().items() if not (p.requires_grad or p in self._ever)}
+
+    def _by_name(self) -> dict[str, Tensor]:
         nobody = (None, "")
         if any(self._names.get(id(p), nobody)[0] is not p for p in self._all()):
             named = self._module.named_parameters(remove_duplicate=False)
@@ -55,8 +62,7 @@ class Contents:
         names, found = self._names, {}
         for i, group in enumerate(self.optimizer.param_groups):
             for j, p in enumerate(group["params"]):
-                if p.requires_grad or p in self._ever:
-                    found[names[id(p)][1] or f"parameter {j} of group {i}"] = p
+                found[names[id(p)][1] or f"parameter {j} of group {i}"] = p
         return found
 
     def buffers(self) -> list[Item]:

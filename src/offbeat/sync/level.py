@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args
 
@@ -185,20 +185,23 @@ class Level:
             return float(self.mixing)
         return 0.5 if self.delay and self.outer is not None and not self.eager else 0.0
 
-    def cut(self, sizes: Mapping[str, int]) -> list[list[str]]:
+    def cut(self, sizes: Mapping[str, int], frozen: Collection[str] = ()) -> list[list[str]]:
         """The names of the parameters in each fragment.
 
         Args:
             sizes: the number of elements of each parameter, by name and in order.
+            frozen: names of parameters that are not trained at present, which lists may contain.
         """
         names = list(sizes)
-        if self.parts > len(names):
+        if isinstance(self.fragments, (int, tuple)) and self.parts > len(names):
             raise ValueError(f"{self.parts} fragments cannot be cut from {len(names)} parameters; use at most as many")
         if isinstance(self.fragments, int):
             return _consecutive(sizes, self.fragments)
         if isinstance(self.fragments, tuple) and self.fragments[:1] == ("strided",):
             return _strided(names, self.parts)
-        parts = [list(part) for part in self.fragments if not isinstance(part, (int, str))]
+        parts = [
+            [name for name in part if name not in frozen] for part in self.fragments if not isinstance(part, (int, str))
+        ]
         given = [name for part in parts for name in part]
         for name in given:
             if name not in sizes:

@@ -166,9 +166,10 @@ class Outer:
                 self.anchors[name].copy_(mean)
             self._end_step()
             return
-        for some in _chunks(names, {name: a.nbytes for name, a in self.anchors.items()}, limit):
-            here = [(self.anchors[name], by_name[name]) for name in some]
-            self._step(some, [a - mean.to(device=a.device, dtype=a.dtype) for a, mean in here])
+        chunks = list(_chunks(names, {name: a.nbytes for name, a in self.anchors.items()}, limit))
+        differences = _Differences([[self.anchors[name] for name in some] for some in chunks])
+        for some in chunks:
+            self._step(some, differences.of([(self.anchors[name], by_name[name]) for name in some]))
         self._end_step()
 
     def _takes_the_mean(self) -> bool:
@@ -239,6 +240,35 @@ def _without(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], kept: se
         "state": {places[i]: one for i, one in saved["state"].items() if i in places},
         "param_groups": made,
     }
+
+
+class _Differences:
+    """Differences of tensors in memory that is used again: if it were freed and taken anew, the allocator would keep it.
+
+    Args:
+        chunks: the tensors that are needed at the same time.
+    """
+
+    def __init__(self, chunks: Sequence[Sequence[Tensor]]) -> None:
+        sizes: dict[Any, int] = {}
+        for chunk in chunks:
+            here: dict[Any, int] = {}
+            for a in chunk:
+                here[a.device, a.dtype] = here.get((a.device, a.dtype), 0) + a.numel()
+            sizes.update({kind: max(size, sizes.get(kind, 0)) for kind, size in here.items()})
+        self._memory = {
+            (device, dtype): torch.empty(n, dtype=dtype, device=device) for (device, dtype), n in sizes.items()
+        }
+
+    def of(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Each first tensor minus its second; until the next call."""
+        found, used = [], dict.fromkeys(self._memory, 0)
+        for a, b in pairs:
+            kind, b = (a.device, a.dtype), b.to(device=a.device, dtype=a.dtype)
+            view = self._memory[kind][used[kind] : used[kind] + a.numel()]
+            used[kind] += a.numel()
+            found.append(torch.sub(a, b, out=view.view(a.shape)) if a.is_contiguous() else a - b)
+        return found
 
 
 def _pins(part: Tensor, device: torch.device) -> bool:

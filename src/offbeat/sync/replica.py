@@ -204,11 +204,12 @@ class Replica(OptimizerWrapper, Joinable):
         self._gradient_mean: GradientMean | None = None
         self._begun = self._anchored = self._made_equal = False
         self._looked_at_module, self._sharded = False, sharded
+        self._missed_warmup = False  # whether this rank has run out of data during warm-up
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
         check_cover(self._ddp, self._contents.params(), self._everyone.size)
         for level in levels:  # raises if there are too few parameters for its fragments
-            level.cut({name: p.numel() for name, p in self._contents.params().items()})
+            level.cut({name: p.numel() for name, p in self._contents.params().items()}, self._contents.frozen())
         if sync_init:
             self._start_from_the_first()
         self._tracks.follow()
@@ -465,6 +466,9 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _shadow_step(self) -> None:
         """On a rank without data: take part in the collectives of one step of the other ranks."""
+        if not self._calendar.settle():
+            self._missed_warmup = True
+            self._tracks.stay()
         self._begin()
         peers = self._gradient_peers()
         if self._gradient_mean is not None and peers is not None:
@@ -501,9 +505,23 @@ class Replica(OptimizerWrapper, Joinable):
                 self._tracks.refresh()
             self._anchored = True
             if self._everyone.size > 1:
-                check_same_values(self._tracks.anchor_items(), self._everyone)
+                self._check_anchors()
         elif self._anchored:
             self._tracks.follow()
+
+    def _check_anchors(self) -> None:
+        """All ranks have the same anchors. One without data has missed steps of the warm-up, and takes the others'."""
+        late = self._everyone.gather_objects(self._missed_warmup)
+        if any(late) and not all(late):
+            root = late.index(False)
+            for item in self._tracks.anchor_items():
+                value = item.tensor.to(self._everyone.device, copy=True).contiguous()
+                self._everyone.broadcast(value, root).wait()
+                if self._missed_warmup:
+                    item.tensor.copy_(value)
+            if self._missed_warmup:
+                self._tracks.go_to_anchors()
+        check_same_values(self._tracks.anchor_items(), self._everyone)
 
     def _before_forward(self) -> None:
         """Anchors are the parameters that a first local step starts from; an overlapped one is made in backward."""

@@ -274,14 +274,15 @@ class Round:
 
     def _agree(self, peers: Peers) -> Shares:
         level = self.track.level
-        bad = self._not_finite() if self._weight else []
+        bad = self._not_finite()
         sound = self._all_shards_are_finite(not bad)
         outer = self.track.outer
         new = outer is not None and not outer.unchecked.isdisjoint(self._names)
         if peers.size == 1:
             self._keys.check(self._keys.columns, peers)
             nobody = self._weight == 0.0 or (level.nonfinite == "leave_out" and not sound)
-            found = Shares(1.0, 1, True, nobody, self.done, True, (self._moved,), (), (), (sound,))
+            fine = sound or self._weight == 0.0
+            found = Shares(1.0, 1, True, nobody, self.done, True, (self._moved,), (), (), (fine,), (sound,))
         else:
             peers.renew_if_lost(self._meeting)
             found = agree(
@@ -300,7 +301,9 @@ class Round:
             )
             self._keys.check(found.state_keys, peers)
         if not all(found.finite):
-            self._handle_not_finite(found, bad, peers)
+            self._handle_not_finite(found, bad if self._weight else [], peers)
+        if not sound and self._weight == 0.0:  # it counts for nothing, and nothing of it is to be kept
+            self.left_out = self.final = True
         if found.nobody and not found.all_done and not self.skipped and not self.final:
             raise ValueError(
                 "no rank has a weight; with weighted=True call optimizer.seen(number of samples) before "

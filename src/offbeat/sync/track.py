@@ -85,7 +85,7 @@ class Track:
             return list(params)
         if list(params) != self._cut[0]:
             sizes = {name: p.numel() for name, p in params.items()}
-            self._cut = (list(params), self.level.cut(sizes)[self.part])
+            self._cut = (list(params), self.level.cut(sizes, self.contents.frozen())[self.part])
         return self._cut[1]
 
     def items(self) -> list[Item]:

@@ -112,6 +112,20 @@ class Tracks:
         """Whether this rank has made a step since the last round of the top level, or one is in flight."""
         return any(track.moved or track.flight is not None for track in self._tracks[-1])
 
+    def stay(self) -> None:
+        """Record that what this rank has learnt is in everybody's parameters, or was missed: it has no weight."""
+        for track in self._every():
+            track.seen, track.moved = 0.0, False
+
+    @torch.no_grad()
+    def go_to_anchors(self) -> None:
+        """Replace the parameters by the anchors of the highest level that has some."""
+        params = self._contents.params()
+        outer = [one for one in self.outers if one is not None][-1]
+        for name, anchor in outer.anchors.items():
+            if name in params:
+                local_part(params[name]).copy_(anchor)
+
     def follow(self) -> None:
         """Take anchors of parameters that have none yet."""
         for outer in self.outers:
@@ -289,11 +303,12 @@ class Tracks:
         """The weights of a round that must make ranks equal, although no rank may have a weight.
 
         Ranks that have trained since the last round get one; if there are none, all ranks do, because applying a
-        delayed average may have rounded differently on each rank.
+        delayed average may have rounded differently on each rank. Ranks that are not finite get none.
         """
         if not shares.nobody:
             return shares
-        weights = [float(moved) for moved in shares.moved] if any(shares.moved) else [1.0] * len(shares.moved)
+        moved = [moved and sound for moved, sound in zip(shares.moved, shares.sound, strict=True)]
+        weights = [float(one) for one in (moved if any(moved) else shares.sound)]
         changed = Shares.of(weights, track.peers.rank)
         return replace(shares, **{name: getattr(changed, name) for name in ("factor", "divisor", "is_first", "nobody")})
 
