@@ -243,7 +243,7 @@ def _without(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], kept: se
 
 
 class _Differences:
-    """Differences of tensors in memory that is used again: if it were freed and taken anew, the allocator would keep it.
+    """Differences of tensors in memory that is used again: freed and taken anew, the allocator would keep it.
 
     Args:
         chunks: the tensors that are needed at the same time.
