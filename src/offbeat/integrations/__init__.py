@@ -1,0 +1,13 @@
+"""offbeat inside Lightning, Accelerate and Transformers. Install them with ``pip install "offbeat[integrations]"``.
+
+- :mod:`offbeat.integrations.lightning`: a callback for Lightning's ``Trainer``
+- :mod:`offbeat.integrations.fabric`: sets up a model and its optimizers with Fabric
+- :mod:`offbeat.integrations.accelerate`: prepares them with an ``Accelerator``
+- :mod:`offbeat.integrations.transformers`: attaches offbeat to the ``Trainer`` of Transformers
+
+``import offbeat`` imports nothing of this.
+"""
+
+from offbeat.integrations.handles import handle_of
+
+__all__ = ["handle_of"]

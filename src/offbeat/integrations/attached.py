@@ -1,0 +1,162 @@
+"""An optimizer that offbeat works on inside a framework, and each rank's part of its checkpoint."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from offbeat import _torch
+from offbeat.engine.tensors import is_dtensor
+from offbeat.overlap import Overlap
+from offbeat.sync import Replica
+
+__all__ = ["Attached", "gather_parts", "rank_and_world", "rank_to_load", "warn_of_plain_checkpoint"]
+
+
+class Attached:
+    """One optimizer with its features turned on.
+
+    Attributes:
+        optimizer: what the framework has to step: the inner optimizer, or what wraps it.
+        inner: the optimizer that the user made.
+        module: what the framework calls.
+        handle: the handle of the overlapped optimizer, or None.
+
+    Args:
+        scaler: the framework's ``GradScaler``, or None.
+        keeps_norm: whether the next step is clipped by the norm of the last one.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        inner: Optimizer,
+        module: torch.nn.Module,
+        handle: Overlap | None,
+        scaler: Any,
+        *,
+        keeps_norm: bool,
+    ) -> None:
+        self.optimizer, self.inner, self.module, self.handle = optimizer, inner, module, handle
+        self._scaler = scaler
+        self._keeps_norm = keeps_norm
+        self._overlap_state: dict[str, Any] | None = None
+
+    @property
+    def replica(self) -> Replica | None:
+        """What averages replicas, or None."""
+        return self.optimizer if isinstance(self.optimizer, Replica) else None
+
+    @property
+    def has_part(self) -> bool:
+        """Whether a checkpoint needs more than the framework saves."""
+        return self.replica is not None or self._keeps_norm
+
+    def part(self, *, whole: bool = False) -> dict[str, Any]:
+        """What this rank needs to go on exactly, in addition to what the framework saves of the first rank.
+
+        Between rounds replicas differ in everything: parameters, buffers, optimizer state, the scale of the loss.
+
+        Args:
+            whole: include all of that even if there are no replicas.
+        """
+        part: dict[str, Any] = {"overlap": self._norm() if self._keeps_norm else None}
+        if whole or self.replica is not None:
+            if self._is_sharded:
+                raise RuntimeError(
+                    "every rank's part of a sharded module cannot be saved through the framework; save the module and "
+                    "optimizer.state_dict() with torch.distributed.checkpoint, under a name for each replica"
+                )
+            part["module"] = self._plain().state_dict()
+            part["optimizer"] = self.optimizer.state_dict()
+            part["scaler"] = None if self._scaler is None else self._scaler.state_dict()
+        return part
+
+    def load_part(self, part: dict[str, Any]) -> None:
+        """Go on from :meth:`part`. Call it after the framework has loaded what it saved."""
+        if "optimizer" in part:
+            self._plain().load_state_dict(part["module"])
+            self.optimizer.load_state_dict(part["optimizer"])
+            if self._scaler is not None and part["scaler"]:
+                self._scaler.load_state_dict(part["scaler"])
+        if self.handle is not None and part["overlap"] is not None:
+            self.handle.load_state_dict(part["overlap"])
+
+    def finish(self) -> None:
+        """Let replicas agree one last time."""
+        if self.replica is not None:
+            self.replica.finish()
+
+    def remove_overlap(self) -> None:
+        """Let the optimizer step after backward again."""
+        if self.handle is not None:
+            self._overlap_state = self._norm()
+            self.handle.reset()  # training may have ended in the middle of a step, by an error
+            self.handle.remove()
+            self.handle = None
+
+    def _plain(self) -> torch.nn.Module:
+        module = _torch.inner_module(self.module)
+        plain: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        return plain
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(is_dtensor(p) for p in self.module.parameters())
+
+    def _norm(self) -> dict[str, Any] | None:
+        return self._overlap_state if self.handle is None else self.handle.state_dict()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This rank, and the number of ranks."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def gather_parts(part: Any) -> list[Any] | None:
+    """The parts of all ranks on the first rank, in CPU memory; None on the others. Call it on every rank."""
+    rank, world = rank_and_world()
+    if world == 1:
+        return [part]
+    parts: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(_on_cpu(part), parts, dst=0)
+    return parts
+
+
+def rank_to_load(ranks: int) -> int:
+    """Which rank's part this rank goes on from, if as many ranks saved the checkpoint."""
+    rank, world = rank_and_world()
+    if ranks != world:
+        warnings.warn(
+            f"the checkpoint was saved by {ranks} ranks, and there are {world} now, so that this run does not go on "
+            f"exactly as the other; rank {rank} goes on from what rank {rank % ranks} saved",
+            stacklevel=3,
+        )
+    return rank % ranks
+
+
+def warn_of_plain_checkpoint() -> None:
+    """Warn that a checkpoint has no parts of ranks."""
+    warnings.warn(
+        "the checkpoint was saved without offbeat: replicas start from its model and optimizer, and steps, with them "
+        "warm-up, are counted from 0",
+        stacklevel=3,
+    )
+
+
+def _on_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: _on_cpu(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_on_cpu(value) for value in tree)
+    return tree

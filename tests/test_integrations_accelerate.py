@@ -1,0 +1,243 @@
+"""offbeat with Accelerate, against the same training in plain PyTorch."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import offbeat
+from offbeat.integrations import handle_of
+from offbeat.overlap.consumed import ConsumedGradient
+from tests.frameworks import adamw, assert_same, average, batch, batches, differ, launched, loss_of, make, plain
+from tests.scenarios import Scenarios
+
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator
+
+from offbeat.integrations.accelerate import finish, prepare
+
+scenario = Scenarios(__name__)
+
+LOCAL: dict[str, Any] = {"every": 4, "warmup": 2, "subgroup": None}
+TINY = {"bucket_cap_mb": 1e-4}
+
+
+def train(accelerator: Any, model: Any, optimizer: Any, data: Any, clip: float | None = None) -> None:
+    """A loop as Accelerate's documentation has it."""
+    for x in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, x))
+            if accelerator.sync_gradients and clip is not None:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def shared_folder() -> str:
+    found = [tempfile.mkdtemp(prefix="offbeat-accelerate-")]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+# In one process
+
+
+def test_accumulation_without_ddp_is_announced():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make()
+    model, optimizer = prepare(accelerator, model, adamw(model.parameters()), overlap=TINY)
+    train(accelerator, model, optimizer, batches(0, 6))
+    assert_same(model, plain(0, 6, accumulate=2))
+
+
+def test_accelerates_own_clipping_returns_the_norm():
+    accelerator = Accelerator(cpu=True)
+    a, b = make(), make()
+    a, optimizer = prepare(accelerator, a, adamw(a.parameters()), overlap={"clip_norm": 0.05, **TINY})
+    other = adamw(b.parameters())
+    for x in batches(0, 4):
+        accelerator.backward(loss_of(a, x))
+        loss_of(b, x).backward()
+        norm = accelerator.clip_grad_norm_(a.parameters(), 0.05)
+        assert torch.equal(norm, nn.utils.clip_grad_norm_(b.parameters(), 0.05))
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        assert_same(a, b)
+
+
+def test_what_cannot_be_right_raises():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make()
+    model, _ = prepare(accelerator, model, adamw(model.parameters()), overlap={"clip_norm": 0.05, **TINY})
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batch(0, 0)))
+        with pytest.raises(RuntimeError, match=r"only if accelerator\.sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 0.05)
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model, batch(0, 1)))
+        with pytest.raises(ValueError, match=r"with a norm of 1\.0, but overlap clips to clip_norm=0\.05"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ValueError, match="norm_type=1, but overlap clips by the 2-norm"):
+            accelerator.clip_grad_norm_(model.parameters(), 0.05, norm_type=1)
+        with pytest.raises(RuntimeError, match="with other parameters than those of the overlapped optimizer"):
+            accelerator.clip_grad_norm_(model[0].parameters(), 0.05)
+    other = make()
+    accelerator = Accelerator(cpu=True)
+    other, _ = prepare(accelerator, other, adamw(other.parameters()), overlap=TINY)
+    accelerator.backward(loss_of(other, batch(0, 0)))
+    assert all(isinstance(p.grad, ConsumedGradient) for p in other.parameters())
+    with pytest.raises(RuntimeError, match=r"turn overlap on with the option clip_norm=1\.0"):
+        accelerator.clip_grad_norm_(other.parameters(), 1.0)
+    with pytest.raises(ValueError, match="there is no optimizer among the objects"):
+        prepare(accelerator, make(), overlap=True)
+    with pytest.raises(ValueError, match="the model of an optimizer is not among the objects"):
+        prepare(accelerator, adamw(make().parameters()), overlap=True)
+
+
+# In two processes
+
+
+@scenario(2)
+def overlap_with_accumulation_and_clipping_in_either_order(rank, world):
+    launched(rank, world)
+    wanted = plain(rank, 8, accumulate=2, clip=0.05)
+    for first in ("model", "optimizer"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        assert accelerator.num_processes == world
+        model = make()
+        objects = [model, adamw(model.parameters())]
+        if first == "optimizer":
+            objects.reverse()
+        found = prepare(accelerator, *objects, overlap={"clip_norm": 0.05})
+        wrapped, optimizer = found if first == "model" else reversed(found)
+        train(accelerator, wrapped, optimizer, batches(rank, 8), clip=0.05)
+        assert_same(model, wanted)
+    accelerator = Accelerator(cpu=True)
+    model = make()
+    wrapped, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    prepare(accelerator, wrapped, optimizer, overlap=True)  # prepared already
+    accelerator.backward(loss_of(wrapped, batch(rank, 0)))
+    assert all(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
+    optimizer.step()
+    assert handle_of(optimizer) is not None
+    assert_same(model, plain(rank, 1))
+
+
+@scenario(2)
+def replicas_with_accumulation_clipping_and_a_scheduler(rank, world):
+    launched(rank, world)
+    decay = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)  # noqa: E731
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_with_optimizer=False)
+    model = make()
+    optimizer = adamw(model.parameters())
+    schedule = decay(optimizer)
+    wrapped, optimizer, schedule = prepare(accelerator, model, optimizer, schedule, local_sgd=LOCAL)
+    for x in batches(rank, 16):
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(loss_of(wrapped, x))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(wrapped.parameters(), 0.05)
+            optimizer.step()
+            if accelerator.sync_gradients:
+                schedule.step()
+            optimizer.zero_grad()
+    assert differ(model)
+    finish(optimizer)
+    assert not differ(model)
+    expected = plain(rank, 16, accumulate=2, clip=0.05, scheduler=decay, local=True, every=4, warmup=2)
+    assert_same(model, expected)
+
+
+@scenario(2)
+def save_state_and_load_state_are_exact(rank, world):
+    launched(rank, world)
+    folder = shared_folder()
+    kinds: list[dict[str, Any]] = [
+        {"local_sgd": LOCAL},
+        {"overlap": True, "local_sgd": {**LOCAL, "delay": 2}},
+        {"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
+        {"overlap": {"clip_norm": 0.05, "clip": "previous"}},
+    ]
+    for i, features in enumerate(kinds):
+
+        def run(model: nn.Module, steps: range, load: bool = False, save: bool = False) -> nn.Module:
+            accelerator = Accelerator(cpu=True)
+            wrapped, optimizer = prepare(accelerator, model, adamw(model.parameters()), **features)
+            if load:
+                accelerator.load_state(f"{folder}/{i}")
+            train(accelerator, wrapped, optimizer, [batch(rank, step) for step in steps])
+            if save:
+                accelerator.save_state(f"{folder}/{i}")
+                dist.barrier()
+            else:
+                finish(optimizer)
+            return model
+
+        whole = run(make(), range(9))
+        run(make(), range(5), save=True)
+        assert_same(run(make(1), range(5, 9), load=True), whole)
+        plain_state = torch.load(f"{folder}/{i}/optimizer.bin", weights_only=True)
+        assert set(plain_state) == {"state", "param_groups"}
+
+
+@scenario(2)
+def a_step_that_overflowed_was_skipped(rank, world):
+    """Accelerate has fp16 on GPUs only; its own scaler is put in place of none."""
+    launched(rank, world)
+
+    def scaler() -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0 ** (127 if rank == 0 else 8), growth_interval=100)
+
+    for cls in (torch.optim.AdamW, offbeat.AdamW):
+        model, mine, skipped = make(), scaler(), []
+        optimizer = cls(model.parameters(), lr=0.01)
+        for step in range(6):
+            mine.scale(1000 * loss_of(model, batch(rank, step))).backward()
+            mine.unscale_(optimizer)
+            skipped.append(any(not p.grad.isfinite().all() for p in model.parameters()))
+            mine.step(optimizer)
+            mine.update()
+            optimizer.zero_grad()
+            if step in (0, 4, 5):
+                average([p.data for p in model.parameters()])
+        assert any(skipped) == (rank == 0)
+        accelerator = Accelerator(cpu=True)
+        accelerator.scaler = scaler()
+        other = make()
+        options = {"local_sgd": {**LOCAL, "warmup": 0}}
+        wrapped, accelerated = prepare(accelerator, other, cls(other.parameters(), lr=0.01), **options)
+        found = []
+        for step in range(6):
+            accelerator.backward(1000 * loss_of(wrapped, batch(rank, step)))
+            accelerated.step()
+            found.append(accelerated.step_was_skipped)
+            accelerated.zero_grad()
+        finish(accelerated)
+        assert found == skipped, (found, skipped)
+        assert accelerator.scaler.get_scale() == mine.get_scale()
+        assert_same(other, model)
+
+
+@scenario(2)
+def an_optimizer_wrapped_too_early_is_refused(rank, world):
+    launched(rank, world)
+    accelerator = Accelerator(cpu=True)
+    model = make()
+    early = offbeat.LocalSGD(adamw(model.parameters()), model, every=4, subgroup=None)
+    with pytest.raises(ValueError, match="wrapped in LocalSGD already, with the model as it is before"):
+        prepare(accelerator, model, early, overlap=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("accelerate")
+@pytest.mark.parametrize(("world", "name"), scenario.cases)
+def test_ranks(world, name):
+    scenario.check(world, name)

@@ -1,0 +1,231 @@
+"""offbeat in the Trainer of Transformers, with a tiny GPT-2, against the same training in plain PyTorch."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import tempfile
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offbeat.overlap.consumed import ConsumedGradient
+from tests.frameworks import assert_same, differ, launched, plain
+from tests.scenarios import Scenarios
+
+pytest.importorskip("transformers")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging
+
+from offbeat.integrations.transformers import attach
+
+logging.set_verbosity_error()
+scenario = Scenarios(__name__)
+
+LOCAL: dict[str, Any] = {"every": 4, "warmup": 2, "subgroup": None}
+TINY = {"bucket_cap_mb": 1e-3}
+
+
+def gpt2(seed: int = 0) -> GPT2LMHeadModel:
+    """With tied weights, and without dropout: its random numbers would differ from the plain loop's."""
+    torch.manual_seed(seed)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2, **off))
+
+
+def tokens(rank: int, index: int) -> torch.Tensor:
+    return torch.randint(0, 32, (1, 12), generator=torch.Generator().manual_seed(1000 * rank + index))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, passes: int = 1) -> torch.Tensor:
+    """As the Trainer has it: the sum over tokens by the labels in a step; the plain loop divides by passes."""
+    return passes * model(input_ids=x, labels=x, num_items_in_batch=torch.tensor(12 * passes)).loss
+
+
+def adamw(params: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def data(rank: int, number: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """One row a batch; the Trainer gives every ``world``-th row to a rank."""
+    rows = [tokens(i % world, i // world)[0] for i in range(number * world)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+class InOrder(Trainer):
+    def _get_train_sampler(self, *args: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Spy(TrainerCallback):
+    """Notes before each step whether all gradients have been used, and what is logged."""
+
+    def __init__(self) -> None:
+        self.used: list[bool] = []
+        self.norms: list[float] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.used.append(all(isinstance(p.grad, ConsumedGradient) for p in model.parameters()))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "grad_norm" in logs:
+            self.norms.append(logs["grad_norm"])
+
+
+def trainer(model: nn.Module, rank: int, world: int, number: int, folder: str | None = None, **options: Any) -> Trainer:
+    arguments = {
+        "output_dir": folder or tempfile.mkdtemp(prefix="offbeat-transformers-"),
+        "per_device_train_batch_size": 1,
+        "num_train_epochs": 1,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "ddp_backend": "gloo" if world > 1 else None,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "max_grad_norm": 0.0,
+        "average_tokens_across_devices": False,
+        **options,
+    }
+    args = TrainingArguments(**arguments)
+    optimizer = adamw(model.parameters())
+    return InOrder(model, args, train_dataset=data(rank, number, world), optimizers=(optimizer, None))
+
+
+def run(one: Trainer, **options: Any) -> Spy:
+    spy = Spy()
+    one.add_callback(spy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        one.train(**options)
+    return spy
+
+
+def reference(rank: int, number: int, **options: Any) -> nn.Module:
+    loss = functools.partial(loss_of, passes=options.get("accumulate", 1))
+    return plain(rank, number, model=gpt2(), loss=loss, data=tokens, make_optimizer=adamw, **options)
+
+
+# In one process
+
+
+def test_gradients_are_used_during_backward_and_norms_are_logged():
+    model = gpt2()
+    one = trainer(model, 0, 1, 6, gradient_accumulation_steps=2)
+    attach(one, overlap=TINY)
+    spy = run(one)
+    assert spy.used == [True] * 3
+    assert len(spy.norms) == 3
+    plainly = gpt2()
+    same = run(trainer(plainly, 0, 1, 6, gradient_accumulation_steps=2))
+    assert spy.norms == same.norms
+    assert_same(model, plainly)
+    assert_same(model, reference(0, 6, accumulate=2))
+
+
+@pytest.mark.parametrize("clip", ["exact", "previous"])
+def test_max_grad_norm_becomes_clip_norm(clip):
+    model = gpt2()
+    one = trainer(model, 0, 1, 4, max_grad_norm=0.1)
+    attach(one, overlap={"clip": clip, **TINY})
+    spy = run(one)
+    expected = gpt2()
+    if clip == "exact":
+        same = run(trainer(expected, 0, 1, 4, max_grad_norm=0.1))
+        assert spy.norms == same.norms
+        assert_same(model, reference(0, 4, clip=0.1))
+    else:
+        assert spy.used == [False, True, True, True]  # the first step waits for its own norm
+        optimizer, last = adamw(expected.parameters()), None
+        for i in range(4):
+            loss_of(expected, tokens(0, i)).backward()
+            norm = nn.utils.get_total_norm([p.grad for p in expected.parameters()])
+            nn.utils.clip_grads_with_norm_(expected.parameters(), 0.1, norm if last is None else last)
+            assert spy.norms[i] == norm.item()
+            last = norm
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, expected if clip == "previous" else reference(0, 4, clip=0.1))
+
+
+def test_what_cannot_be_right_raises():
+    with pytest.raises(ValueError, match=r"max_grad_norm is 1\.0, but overlap was given clip_norm=0\.5"):
+        attach(trainer(gpt2(), 0, 1, 1, max_grad_norm=1.0), overlap={"clip_norm": 0.5})
+    with pytest.raises(ValueError, match="max_grad_norm is 0, so that clip= has no effect"):
+        attach(trainer(gpt2(), 0, 1, 1), overlap={"clip": "previous"})
+    with pytest.raises(ValueError, match="no feature is turned on"):
+        attach(trainer(gpt2(), 0, 1, 1))
+
+
+# In two processes
+
+
+@scenario(2)
+def overlap_under_ddp(rank, world):
+    launched(rank, world)
+    model = gpt2()
+    one = trainer(model, rank, world, 6, gradient_accumulation_steps=2)
+    attach(one, overlap=True)
+    spy = run(one)
+    assert spy.used == [True] * 3
+    assert_same(model, reference(rank, 6, accumulate=2))
+    assert not differ(model)
+    model = gpt2()
+    one = trainer(model, rank, world, 4, max_grad_norm=0.1)
+    attach(one, overlap=True)
+    run(one)
+    assert_same(model, reference(rank, 4, clip=0.1))
+
+
+@scenario(2)
+def replicas_with_the_trainers_clipping(rank, world):
+    launched(rank, world)
+    model = gpt2()
+    one = trainer(model, rank, world, 16, max_grad_norm=0.1, gradient_accumulation_steps=2)
+    attach(one, local_sgd=LOCAL)
+    run(one)
+    assert_same(model, reference(rank, 16, accumulate=2, clip=0.1, local=True, every=4, warmup=2))
+    assert not differ(model)
+
+
+@scenario(2)
+def resume_is_exact_in_the_middle_of_a_period(rank, world):
+    launched(rank, world)
+    kinds: list[dict[str, Any]] = [
+        {"local_sgd": LOCAL},
+        {"overlap": True, "diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
+    ]
+    for features in kinds:
+        found = [tempfile.mkdtemp(prefix="offbeat-transformers-")]
+        dist.broadcast_object_list(found)
+        whole = gpt2()
+        one = trainer(whole, rank, world, 9)
+        attach(one, **features)
+        run(one)
+        begun = gpt2()
+        one = trainer(begun, rank, world, 9, found[0], save_strategy="steps", save_steps=5, max_steps=5)
+        attach(one, **features)
+        run(one)
+        dist.barrier()
+        assert len(glob.glob(f"{found[0]}/checkpoint-5/offbeat_*.pt")) == world
+        assert set(torch.load(f"{found[0]}/checkpoint-5/optimizer.pt", weights_only=True)) == {"state", "param_groups"}
+        resumed = gpt2(1)
+        one = trainer(resumed, rank, world, 9, found[0])
+        attach(one, **features)
+        run(one, resume_from_checkpoint=True)
+        assert_same(resumed, whole)
+        assert not differ(resumed)
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("transformers")
+@pytest.mark.parametrize(("world", "name"), scenario.cases)
+def test_ranks(world, name):
+    scenario.check(world, name)
