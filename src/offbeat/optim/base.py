@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, overload
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat._names import check_names, nearest
 from offbeat._types import Params
 from offbeat.engine.choice import Choice, is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
@@ -64,6 +66,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             cls.__doc__ = describe(rule, cls)
 
     def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
+        check_names(type(self).__name__, kwargs, self.__signature__.parameters)  # type: ignore[attr-defined]
         try:
             bound = self.__signature__.bind(params, *args, **kwargs)  # type: ignore[attr-defined]
         except TypeError as error:
@@ -94,6 +97,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             options = {**FLAGS, **self.defaults, **{k: v for k, v in param_group.items() if k != "params"}}
             self.rule.validate(options)
             _check_flags(self.rule, options)
+            self._warn_of_misspelt(param_group)
         super().add_param_group(param_group)
         try:
             for p in self.param_groups[-1]["params"]:
@@ -105,6 +109,18 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             self.owners.add(self.param_groups[-1]["params"])
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
+
+    def _warn_of_misspelt(self, param_group: dict[str, Any]) -> None:
+        """A group may have keys of the user's own, but one that is almost an option is rather a misspelt option."""
+        known = {*self.__signature__.parameters, *self.defaults}  # type: ignore[attr-defined]
+        for key in param_group:
+            meant = nearest(key, known, least=0.8) if isinstance(key, str) and key not in known else None
+            if meant is not None and abs(len(key) - len(meant)) <= 2:
+                warnings.warn(
+                    f"{type(self).__name__} has no option {key!r}, so that this key of a parameter group has no "
+                    f"effect; did you mean {meant!r}?",
+                    stacklevel=3,
+                )
 
     @overload
     def step(self, closure: None = None, *, clip: Tensor | float | None = None, zero_grad: bool = False) -> None: ...

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch, frameworks
+from offbeat._names import checks_names
 from offbeat._types import CommHook
 from offbeat.overlap.checks import check_module, check_options, check_parameters, check_wrapper, owners
 from offbeat.overlap.clipping import Clip, Clipping
@@ -28,6 +29,7 @@ from offbeat.overlap.step_hooks import Once, StepHooks, check_step_arguments, cl
 __all__ = ["Overlap", "overlap", "overlap_of"]
 
 
+@checks_names
 def overlap(
     optimizer: Optimizer,
     module: torch.nn.Module,

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from offbeat._names import ChecksNames
 from offbeat.sync.calendar import check_period
 from offbeat.sync.checks import in_words
 from offbeat.sync.options import Anchor, Every, Fragments, MakeOuter, NonFinite, Where
@@ -18,7 +19,7 @@ __all__ = ["Level", "options_in_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
+class Level(ChecksNames):
     r"""How replicas agree at one level: when, with whom and what they exchange. For :class:`offbeat.Replica`.
 
     A round of a level exchanges parameters :math:`x_i` (or a fragment of them). Without an outer optimizer every rank

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat import _torch, frameworks
+from offbeat._names import ChecksNames
 from offbeat.overlap.handle import overlap_of
 from offbeat.overlap.scaling import unscale
 
@@ -19,7 +20,7 @@ __all__ = ["OptimizerWrapper"]
 _SCALER = ("grad_scale", "found_inf")
 
 
-class OptimizerWrapper(Optimizer):
+class OptimizerWrapper(ChecksNames, Optimizer):
     """Any :class:`torch.optim.Optimizer`, wrapped.
 
     ``param_groups``, ``state`` and ``defaults`` are always the inner optimizer's own, and so is every public name that
