@@ -16,7 +16,7 @@ import offbeat
 
 NAMES = [name for name in offbeat.__all__ if not name.startswith("__")]
 #: Made by other functions, which have the example.
-MADE_ELSEWHERE = {"Choice", "FunctionalOptimizer", "Overlap", "PureOptimizer", "Split"}
+MADE_ELSEWHERE = {"Choice", "FunctionalOptimizer", "Overlap", "PureOptimizer", "ReducedToOwners", "Split"}
 HEADINGS = ("Args", "Attributes", "Example", "Raises", "Returns", "Yields")
 
 
@@ -101,5 +101,5 @@ def test_a_public_method_has_its_parameters(function):
     assert doc
     described = set(entries(sections(doc)["Args"])) if "Args" in sections(doc) else set()
     missing = {name for name in parameters(function) - described if name not in re.findall(r"\w+", doc)}
-    assert not missing
+    assert not missing or re.search(r"[Ss]ee :(class|meth|func):", doc)  # where they are described
     assert described <= parameters(function)

@@ -42,7 +42,7 @@ def test_a_misspelt_option_raises_with_the_one_that_was_meant(call, meant):
 
 
 def test_a_name_like_no_other_raises_with_all_options():
-    with pytest.raises(TypeError, match="'zzz'; it takes params, lr, betas"):
+    with pytest.raises(TypeError, match="'zzz' \\(it takes params, lr, betas"):
         offbeat.AdamW([torch.ones(1)], zzz=1)
 
 

@@ -52,7 +52,9 @@ def _class(cls: type[RuleOptimizer]) -> str:
         default = "" if one.default is one.empty else f" = {one.default!r}"
         parts.append(f"    {one.name}: {types[one.name]}{default},")
     init = "\n".join(["def __init__(", *parts, ") -> None: ..."])
-    methods = [_method(made) for name, made in vars(cls).items() if inspect.isfunction(made) and name[0] != "_"]
+    # Its own only: torch sets step() on the class when the first optimizer is made.
+    own = [made for name, made in vars(cls).items() if getattr(made, "__qualname__", "") == f"{cls.__name__}.{name}"]
+    methods = [_method(made) for made in own if not made.__name__.startswith("_")]
     body = "\n".join([_docstring(cls), "", init, *methods])
     (base,) = cls.__bases__
     return f"\nclass {cls.__name__}({base.__name__}):\n{textwrap.indent(body, '    ')}\n"

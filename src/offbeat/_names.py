@@ -30,8 +30,10 @@ def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     for name in given:
         if name not in known:
             meant = nearest(name, known)
-            way_out = f"it takes {', '.join(known)}" if meant is None else f"did you mean {meant!r}?"
-            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}; {way_out}")
+            maybe = "" if meant is None else f"; did you mean {meant!r}?"
+            raise TypeError(
+                f"{where}() got an unexpected keyword argument {name!r}{maybe} (it takes {', '.join(known)})"
+            )
 
 
 def checks_names(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -45,6 +45,7 @@ def optimizers(model: nn.Module) -> None:
     offbeat.SparseAdam(model.parameters(), maximize=True)
     split = offbeat.split_parameters(model, heads=["lm_head.*"], rest=())
     muon = offbeat.Muon(split.matrices, ns_steps=5, adjust_lr_fn="match_rms_adamw", ns_dtype=torch.float32)
+    muon.share_matrices(None, exact=True)
     matrices, rest = split
     assert_type(matrices, list[Tensor])
     assert_type(split, offbeat.Split)
@@ -96,6 +97,9 @@ def overlap(model: nn.Module, ddp: DistributedDataParallel) -> None:
     offbeat.overlap(optimizer, ddp, comm_hook=fp16_compress_hook)
     state = offbeat.CodecState("int8", error_feedback=1.0, not_finite="nan")
     offbeat.overlap(optimizer, ddp, comm_hook=offbeat.codec_hook, comm_state=state)
+    owners = offbeat.reduce_to_owners(offbeat.Muon(model.parameters()), ddp, exact=True)
+    assert_type(owners, offbeat.ReducedToOwners)
+    assert_type(owners.clip_grad_norm_(1.0), Tensor)
     ddp.register_comm_hook(offbeat.CodecState(offbeat.TopK(0.03, bits=2)), offbeat.codec_hook)
 
 

@@ -42,12 +42,20 @@ def reduce_to_owners(optimizer: Optimizer, module: DistributedDataParallel, *, e
     Returns:
         A handle: :meth:`~ReducedToOwners.clip_grad_norm_`, and :meth:`~ReducedToOwners.remove`.
 
-    Example::
-
-        model = DistributedDataParallel(model)
-        split = offbeat.split_parameters(model.module)
-        optimizer = offbeat.Chain([offbeat.Muon(split.matrices, lr=0.02), offbeat.AdamW(split.rest, lr=1e-3)])
-        handle = offbeat.reduce_to_owners(optimizer, model)
+    Example:
+        >>> import torch, torch.distributed as dist, offbeat
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> split = offbeat.split_parameters(model)
+        >>> optimizer = offbeat.Chain([offbeat.Muon(split.matrices, lr=0.02), offbeat.AdamW(split.rest, lr=1e-3)])
+        >>> ddp = torch.nn.parallel.DistributedDataParallel(model)
+        >>> handle = offbeat.reduce_to_owners(optimizer, ddp)
+        >>> ddp(torch.ones(3, 4)).sum().backward()
+        >>> norm = handle.clip_grad_norm_(1.0)
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+        >>> handle.remove()
+        >>> dist.destroy_process_group()
 
     Limits: after backward, ``.grad`` of a matrix cannot be read. State of a matrix is current on its owner only; call
     ``optimizer.gather_state()`` on every rank before ``state_dict()``, which raises otherwise.
@@ -124,7 +132,7 @@ class ReducedToOwners:
             self._hook = hook
 
     def owner(self, p: Tensor) -> int | None:
-        """The rank, in DDP's process group, that owns a parameter; None if its gradient is all-reduced."""
+        """The rank, in DDP's process group, that owns the parameter ``p``; None if its gradient is all-reduced."""
         for one in self._parts:
             if one.owners is not None and p in one.owners:
                 return one.owners.of(p)
@@ -136,6 +144,10 @@ class ReducedToOwners:
 
         Call it on every rank between ``backward()`` and ``step()``. Each matrix counts once: the ranks exchange one
         number for each.
+
+        Args:
+            max_norm: the largest norm of all gradients together.
+            error_if_nonfinite: raise RuntimeError if the norm is not finite.
 
         Returns:
             The norm of all gradients together, the same on every rank.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -177,7 +178,7 @@ class Chain(Optimizer):
             if hasattr(one, "init_state"):
                 one.init_state()
 
-    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
+    def share_matrices(self, process_group: dist.ProcessGroup | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks; see :meth:`offbeat.Muon.share_matrices`."""
         having = [one for one in self.optimizers if isinstance(one, RuleOptimizer) and one.has_matrices]
         if not having:

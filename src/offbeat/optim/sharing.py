@@ -31,7 +31,7 @@ class SharesMatrices:
 
     _sharing: Sharing | None = None
 
-    def share_matrices(self, process_group: Any = None, *, exact: bool = False) -> None:
+    def share_matrices(self, process_group: dist.ProcessGroup | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
 
         Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the
