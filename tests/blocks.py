@@ -73,7 +73,7 @@ def names() -> dict[str, Any]:
     model = Small()
     params = [p.detach().clone().requires_grad_() for p in model.parameters()]
     return {
-        "__name__": "page",
+        "__name__": "__main__",
         "torch": torch,
         "nn": nn,
         "dist": dist,

@@ -1,0 +1,192 @@
+"""Timelines of training over a slow link, drawn from what happened: computing, stepping, and bytes on the network.
+
+    python -m benchmarks.timeline
+
+Two ranks in network namespaces, joined at 1 Gbit/s. Rank 0 notes when forward, backward and the steps of buckets begin
+and end; a process of its own reads the interface's counter of bytes. Writes ``docs/images/timeline-*.svg``. Needs root,
+iproute2 and matplotlib.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import offbeat
+from benchmarks.link import run_on_both, sent_bytes
+from benchmarks.overlap_link import ENVIRONMENT
+
+IMAGES = Path(__file__).parent.parent / "docs" / "images"
+LAYERS, WIDTH, BATCH = 12, 1024, 128
+FIGURES = {
+    "overlap": ("DDP, then step()", "DDP, overlap()"),
+    "rounds": ("DDP, then step()", "LocalSGD(every=4)", "LocalSGD(every=4, delay=3)"),
+}
+STEPS = {"overlap": 2, "rounds": 9}
+WARMUP = 6
+BINS = 400
+
+events: list[tuple[str, float, float]] = []
+
+
+class Timed(offbeat.AdamW):
+    """An optimizer of which we know when it steps."""
+
+
+@offbeat.register_overlapped(Timed)
+class TimedBuckets(offbeat.OverlappedOptimizer):
+    def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        begin = time.monotonic()
+        self.optimizer.step_params(params, grads)
+        events.append(("step", begin, time.monotonic()))
+
+
+def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    body = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*body), bucket_cap_mb=4)
+    optimizer: torch.optim.Optimizer = Timed(model.parameters(), lr=1e-4)
+    if "overlap" in name:
+        offbeat.overlap(optimizer, model)
+    if "LocalSGD" in name:
+        delay = 3 if "delay" in name else 0
+        optimizer = offbeat.LocalSGD(optimizer, model, every=4, delay=delay, subgroup=None)
+    return model, optimizer
+
+
+def record(name: str, steps: int) -> list[tuple[str, float, float]]:
+    """Train, and note what happens when."""
+    model, optimizer = make(name)
+    x = torch.randn(BATCH, WIDTH)
+    last = [0.0]
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: last.__setitem__(0, time.monotonic()))
+    for step in range(WARMUP + steps):
+        if step == WARMUP:
+            dist.barrier()
+            events.clear()
+        begin = time.monotonic()
+        loss = model(x).square().mean()
+        middle = time.monotonic()
+        loss.backward()
+        end = time.monotonic()
+        events.append(("forward", begin, middle))
+        # The gradients of DDP and overlap come with their buckets; autograd itself is done when the first layer is.
+        events.append(("backward", middle, end if "LocalSGD" in name else last[0] or end))
+        begin = time.monotonic()
+        optimizer.step()
+        events.append(("step", begin, time.monotonic()))
+        optimizer.zero_grad()
+    if isinstance(optimizer, offbeat.LocalSGD):
+        optimizer.finish()
+    return sorted(events, key=lambda event: event[1])
+
+
+def watch(interface: str, seconds: float) -> None:
+    """In a process of its own: times and bytes sent."""
+    print("ready", flush=True)
+    end, rows = time.monotonic() + seconds, []
+    while time.monotonic() < end and not Path(f"/tmp/timeline-{interface}").exists():
+        rows.append((time.monotonic(), sent_bytes(interface)))
+        time.sleep(0.004)
+    print(json.dumps(rows))
+
+
+def worker(rank: int, address: str, interface: str, figure: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{address}:29513", rank=rank, world_size=2)
+    result: dict[str, Any] = {}
+    flag = Path(f"/tmp/timeline-{interface}")
+    for name in FIGURES[figure]:
+        flag.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "benchmarks.timeline", "watch", interface]
+        watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert watcher.stdout is not None
+        watcher.stdout.readline()  # it has started
+        dist.barrier()
+        found = list(record(name, STEPS[figure]))
+        events.clear()
+        flag.touch()
+        sent = json.loads(watcher.communicate()[0])
+        flag.unlink()
+        result[name] = {"events": found, "sent": sent}
+        dist.barrier()
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rates(sent: list[tuple[float, int]], zero: float, width: float) -> list[tuple[float, float]]:
+    """Bytes a second on the link, for bins of ``width`` milliseconds."""
+    found, at = [], 0
+    for i in range(BINS + 1):
+        until = zero + (i + 1) * width / 1e3
+        begin = at
+        while at + 1 < len(sent) and sent[at + 1][0] <= until:
+            at += 1
+        seconds = max(sent[at][0] - sent[begin][0], width / 1e3)
+        # What was sent before the first event is not ours to show.
+        found.append((i * width, 0.0 if i == 0 else (sent[at][1] - sent[begin][1]) / seconds))
+    return found
+
+
+def draw(figure: str, result: dict[str, Any]) -> Path:
+    """One panel an arm, with the same axis of time."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "offbeat", "font.size": 9})
+    from matplotlib import pyplot
+
+    lanes = {"forward": 3.0, "backward": 2.0, "step": 1.0}
+    colours = {"forward": "#90a4ae", "backward": "#5c6bc0", "step": "#ef6c00", "network": "#26a69a"}
+    plot, axes = pyplot.subplots(len(result), 1, sharex=True, figsize=(9, 1.75 * len(result) + 0.5))
+    for axis, (name, arm) in zip(axes, result.items(), strict=True):
+        zero = min(begin for _, begin, _ in arm["events"])
+        for what, begin, end in arm["events"]:
+            axis.broken_barh(
+                [(1e3 * (begin - zero), max(1e3 * (end - begin), 0.4))], (lanes[what] + 0.1, 0.8), color=colours[what]
+            )
+        last = 1e3 * (max(end for _, _, end in arm["events"]) - zero)
+        kept = rates(arm["sent"], zero, last / BINS)
+        heights = [0.1 + 0.8 * min(rate / 125e6, 1.0) for _, rate in kept]
+        axis.fill_between([t for t, _ in kept], 0.1, heights, color=colours["network"], step="post", linewidth=0)
+        axis.set_yticks([0.5, 1.5, 2.5, 3.5], ["network", "step", "backward", "forward"])
+        axis.set_ylim(0, 4)
+        axis.set_title(name, loc="left", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.axvline(last, color="#b0bec5", linewidth=1)
+        axis.text(last, 4.05, f"{last:.0f} ms", ha="right", va="bottom", fontsize=8)
+    axes[-1].set_xlabel("milliseconds")
+    plot.tight_layout()
+    IMAGES.mkdir(exist_ok=True)
+    path = IMAGES / f"timeline-{figure}.svg"
+    plot.savefig(path, metadata={"Date": None})
+    return path
+
+
+def main() -> None:
+    for figure in FIGURES:
+        result = run_on_both(
+            "benchmarks.timeline", lambda host, figure=figure: [host.interface, figure], "1gbit", ENVIRONMENT
+        )
+        print(draw(figure, result))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        main()
+    elif sys.argv[1] == "watch":
+        watch(sys.argv[2], 120.0)
+    else:
+        worker(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4])
