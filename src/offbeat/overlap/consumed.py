@@ -6,23 +6,30 @@ and a second backward pass would start from nothing. The placeholder takes no me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from offbeat import _torch
+from offbeat.passes import current_pass, is_nested
 
 __all__ = ["ConsumedGradient", "Placeholders", "receive", "settle"]
 
-_MESSAGE = (
-    "the gradient of this parameter was used and freed by offbeat.overlap during backward(), so {what} is not possible "
-    "any more. Call optimizer.zero_grad() before the next backward(). To run several backward passes before a step, "
-    "announce them with accumulate= or `with handle.accumulate():`. To clip by norm, use overlap(..., clip_norm=); to "
-    "scale the loss, overlap(..., scaler=); to read gradients, call handle.remove() and step after backward. With "
-    "checkpoint(), use use_reentrant=False"
+_FORGOTTEN = "call optimizer.zero_grad() after every step, before the next backward()"
+_UNANNOUNCED = (
+    "announce the backward passes of a step with overlap(..., accumulate=N) or `with handle.accumulate():`, so that "
+    "only the last one updates"
 )
+_NESTED = "use checkpoint(use_reentrant=False), which runs no backward pass inside backward"
+_READING = "read or change gradients during backward, with hooks on tensors, or call handle.remove() and step after it"
+#: By words in the name of the operation that was tried.
+_REMEDIES = {
+    "unscale": "pass the GradScaler as overlap(..., scaler=)",
+    "norm": "clip with overlap(..., clip_norm=); handle.last_norm is the norm then (clip_norm=math.inf only measures)",
+    "clamp": "clip by norm instead of by value, with overlap(..., clip_norm=)",
+}
 _ADD = torch.ops.aten.add_.Tensor
 
 
@@ -33,23 +40,41 @@ class ConsumedGradient(Tensor):
     until a gradient is added to it.
 
     Attributes:
+        owner: what to call the parameter in an error.
         is_zero: whether it has been set to zero.
+        is_old: whether the step that used the gradient is over.
         added: the gradient that has been added since.
     """
 
+    owner: str
     is_zero: bool
+    is_old: bool
     added: Tensor | None
 
     @staticmethod
-    def __new__(cls, param: Tensor) -> ConsumedGradient:
+    def __new__(cls, param: Tensor, owner: str) -> ConsumedGradient:
         """Make one with the shape, dtype and device of a parameter."""
         made: ConsumedGradient = _torch.shape_only(cls, param)
+        made.owner = owner
         made.renew()
         return made
 
     def renew(self) -> None:
         """Stand for a gradient that has just been used."""
-        self.is_zero, self.added = False, None
+        self.is_zero, self.added, self.is_old = False, None, False
+        self._pass = current_pass()
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise: something was tried that needs the gradient."""
+        remedy = next((remedy for word, remedy in _REMEDIES.items() if word in what), _READING)
+        if current_pass() != -1:
+            nested = is_nested() or self._pass == current_pass()
+            remedy = _FORGOTTEN if self.is_old else _NESTED if nested else _UNANNOUNCED
+            what = "adding to it"
+        raise RuntimeError(
+            f"the gradient of {self.owner} was used and freed by offbeat.overlap during backward(), so {what} is not "
+            f"possible any more; {remedy}"
+        )
 
     __torch_function__ = _torch.no_torch_function
 
@@ -67,14 +92,15 @@ class ConsumedGradient(Tensor):
             # Adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would.
             first.added = args[1] + 0.0 if first.added is None else first.added + args[1]
             return first
-        raise RuntimeError(_MESSAGE.format(what=func))
+        leaves = _torch.pytree.tree_leaves((args, kwargs))
+        return next(one for one in leaves if isinstance(one, ConsumedGradient)).refuse(str(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _no_shard(gradient: ConsumedGradient) -> NoReturn:
-    raise RuntimeError(_MESSAGE.format(what="adding to it"))
+    gradient.refuse("reading its shard")
 
 
 # FSDP2 would add to this shard.
@@ -93,16 +119,21 @@ def settle(params: Iterable[Tensor]) -> None:
         if isinstance(p.grad, ConsumedGradient):
             if not p.grad.is_zero:
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} is from an earlier step, which used and "
-                    "freed it, and it would be used again; call optimizer.zero_grad() after every step"
+                    f"the gradient of {p.grad.owner} is from an earlier step, which used and freed it, and it would be "
+                    "used again; call optimizer.zero_grad() after every step"
                 )
             p.grad = torch.zeros_like(p)
 
 
 class Placeholders:
-    """The placeholders of one optimizer's parameters, kept to be put in place again in every step."""
+    """The placeholders of one optimizer's parameters, kept to be put in place again in every step.
 
-    def __init__(self) -> None:
+    Args:
+        name_of: what to call a parameter in an error.
+    """
+
+    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+        self._name_of = name_of
         self._made: dict[int, ConsumedGradient] = {}
         self._placed: set[int] = set()
 
@@ -111,12 +142,12 @@ class Placeholders:
         for p in params:
             placeholder = self._made.get(id(p))
             if placeholder is None:
-                placeholder = self._made[id(p)] = ConsumedGradient(p)
+                placeholder = self._made[id(p)] = ConsumedGradient(p, self._name_of(p))
             placeholder.renew()
             try:
                 p.grad = placeholder
             except RuntimeError:  # the parameter's shape or dtype has changed
-                p.grad = self._made[id(p)] = ConsumedGradient(p)
+                p.grad = self._made[id(p)] = ConsumedGradient(p, self._name_of(p))
             self._placed.add(id(p))
 
     def check(self, stepped: Mapping[int, Tensor]) -> None:
@@ -129,13 +160,15 @@ class Placeholders:
             p = stepped.get(key)
             if p is not None and (p.grad is not self._made[key] or self._made[key].is_zero):
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} was replaced or cleared between backward() "
-                    "and step(), but the parameter has already been updated with it, which cannot be undone. Change "
-                    "gradients during backward, with hooks on tensors; call handle.reset() to continue from here"
+                    f"the gradient of {self._name_of(p)} was replaced or cleared between backward() and step(), but "
+                    "the parameter has already been updated with it, which cannot be undone. Change gradients during "
+                    "backward, with hooks on tensors; call handle.reset() to continue from here"
                 )
 
     def begin_step(self) -> None:
-        """Forget which placeholders are in place."""
+        """Forget which placeholders are in place; those that are, are from an earlier step from now on."""
+        for key in self._placed & self._made.keys():
+            self._made[key].is_old = True
         self._placed.clear()
 
     def keep(self, ids: set[int]) -> None:

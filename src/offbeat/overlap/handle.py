@@ -98,7 +98,8 @@ def overlap(
         check_ddp(module, comm_hook)
     units = fsdp_units(module)
     clipping = None if clip_norm is None else Clipping(float(clip_norm), clip)
-    step = Step(optimizer, list(module.parameters()), accumulate, clipping)
+    inside = module.module if isinstance(module, DistributedDataParallel) else module
+    step = Step(optimizer, list(inside.named_parameters()), accumulate, clipping)
     cap = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
     source: Source
     if isinstance(module, DistributedDataParallel):

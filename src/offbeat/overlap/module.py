@@ -79,7 +79,7 @@ class ModuleSource(Source):
                 self._enter(now)
             if id(p) in self.step.stepped:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(p.shape)} received a second gradient in one backward pass, after it "
+                    f"{self.step.parameters.name_of(p)} received a second gradient in one backward pass, after it "
                     "had been updated with the first; was it used in a checkpoint(use_reentrant=True) that "
                     "overlap() could not see? Use use_reentrant=False"
                 )

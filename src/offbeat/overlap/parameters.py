@@ -17,7 +17,7 @@ class Parameters:
     """All parameters of an optimizer.
 
     Args:
-        order: the parameters of the module.
+        named: the parameters of the module, with their names.
 
     Attributes:
         all: the optimizer's parameters in the module's order, the order in which
@@ -25,13 +25,19 @@ class Parameters:
         shards: by id of a parameter, the process groups that hold its other shards.
     """
 
-    def __init__(self, optimizer: Optimizer, order: Sequence[Tensor]) -> None:
+    def __init__(self, optimizer: Optimizer, named: Sequence[tuple[str, Tensor]]) -> None:
         self._optimizer = optimizer
-        self._position = {id(p): i for i, p in enumerate(order)}
+        self._position = {id(p): i for i, (_, p) in enumerate(named)}
+        self._names = {id(p): name for name, p in named}
         self._ids: list[int] | None = None
         self.all: list[Tensor] = []
         self.shards: Shards = {}
         self.refresh()
+
+    def name_of(self, p: Tensor) -> str:
+        """What to call a parameter in an error."""
+        name = self._names.get(id(p))
+        return f"a parameter of shape {tuple(p.shape)}" if name is None else f"parameter {name!r}"
 
     def refresh(self) -> bool:
         """Read the optimizer's groups again; returns whether parameters were added or removed."""

@@ -83,13 +83,13 @@ class Scaling:
         if id(p) in self._done and (g := gradient_of(p)) is not None:
             self._done[id(p)] = (g, _torch.version_of(g))
 
-    def check(self, params: Sequence[Tensor]) -> None:
+    def check(self, params: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> None:
         """Raise if an unscaled gradient was changed: the user expected it to be still scaled."""
         for p in params:
             found, g = self._done.get(id(p)), gradient_of(p)
             if found is not None and g is not None and (found[0] is not g or found[1] != _torch.version_of(g)):
                 raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(p.shape)} was changed between backward() and "
+                    f"the gradient of {name_of(p)} was changed between backward() and "
                     "scaler.unscale_(), but overlap() unscales gradients during backward; change gradients after "
                     "scaler.unscale_(optimizer). Call handle.reset() to drop this step"
                 )

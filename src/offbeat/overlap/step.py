@@ -43,12 +43,12 @@ class Step:
     def __init__(
         self,
         optimizer: Optimizer,
-        order: Sequence[Tensor],
+        named: Sequence[tuple[str, Tensor]],
         accumulate: int | Callable[[], bool],
         clip: Clipping | None,
     ) -> None:
         self.optimizer = optimizer
-        self.parameters = Parameters(optimizer, order)
+        self.parameters = Parameters(optimizer, named)
         self.accumulation = Accumulation(accumulate)
         self.clip = clip
         if clip is not None:
@@ -60,7 +60,7 @@ class Step:
         self.count = 0
         self.in_bucket = self.in_step = self.is_finished = False
         self._overlapped = overlapped(optimizer)
-        self._placeholders = Placeholders()
+        self._placeholders = Placeholders(self.parameters.name_of)
         self._agreeing: list[Any] = []
         self._has_gradients = False
         self._failure: str | None = None
@@ -173,7 +173,7 @@ class Step:
         assert self.scaling is not None
         self._settle()
         left = self._left()
-        self.scaling.check(left)
+        self.scaling.check(left, self.parameters.name_of)
         rest = [p for p in left if not self.scaling.is_unscaled(p)]
         self.scaling.unscale(rest, [g for p in rest if (g := gradient_of(p)) is not None])
         shard_groups = (group for groups in self.parameters.shards.values() for group in groups)
