@@ -16,6 +16,7 @@ import pytest
 
 import offbeat
 from offbeat.sync import options
+from tests.blocks import blocks, names
 
 ROOT = Path(__file__).parent.parent
 SOURCE = Path(offbeat.__file__).parent
@@ -49,6 +50,8 @@ def pyright(paths, folder, *, strict):
         "extraPaths": [str(SOURCE.parent)],
         # torch's own functions, of which some have no complete types
         "reportUnknownMemberType": False,
+        "reportUnknownArgumentType": False,
+        "reportOptionalMemberAccess": strict,  # an example need not ask whether there is an outer optimizer
     }
     Path(folder, "pyrightconfig.json").write_text(json.dumps(config))
     found = run([sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable], folder)
@@ -76,6 +79,34 @@ def test_correct_uses_are_clean_and_wrong_ones_are_reported(check, tmp_path):
 @CHECKERS
 def test_examples_are_clean(check, tmp_path):
     assert not check(EXAMPLES, tmp_path, strict=False)
+
+
+def as_program(page):
+    """The blocks of a page one after the other. What a block may use without making it can be anything."""
+    code = [f"import {line}" for line in ("copy", "functools", "torch", "torch.distributed as dist", "offbeat")]
+    code += ["from typing import Any", "from torch import nn", "def anything() -> Any: ..."]
+    code += ["from torch.nn.parallel import DistributedDataParallel"]
+    free = [name for name in names() if not any(re.search(rf"\b{name}$", line) for line in code)]
+    free.append("sqrt")  # the README shows the maths of a rule
+    code += [f"{name} = anything()" for name in free]
+    for _, language, text in blocks(page):
+        lines = [] if "Traceback (most recent call last)" in text else text.splitlines()
+        if language == "pycon":
+            lines = [line[4:] for line in lines if line.startswith((">>> ", "... "))]
+        code += lines
+    return "\n".join(code)
+
+
+def test_the_code_of_the_documentation_is_clean(tmp_path):
+    # pyright alone: to mypy a variable that gets another type in the next block is an error.
+    pages = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks(page)]
+    assert len(pages) > 5
+    programs = []
+    for page in pages:
+        name = "_".join(page.relative_to(ROOT).with_suffix("").parts).replace("-", "_")
+        programs.append(tmp_path / f"{name}.py")
+        programs[-1].write_text(as_program(page))
+    assert not pyright(programs, tmp_path, strict=False)
 
 
 def test_every_public_name_is_among_the_correct_uses():

@@ -27,6 +27,7 @@ def optimizers(model: nn.Module) -> None:
     assert_type(adamw.param_groups, list[dict[str, Any]])
     assert_type(adamw.tiers(), list[offbeat.Choice])
     assert_type(adamw.tiers()[0].tier, str)
+    adamw.load_state_dict(adamw.state_dict())
     as_torch: torch.optim.Optimizer = adamw
     torch.optim.lr_scheduler.ExponentialLR(as_torch, 0.9)
     offbeat.Adam(model.named_parameters(), torch.tensor(0.1), decoupled_weight_decay=True)
@@ -50,6 +51,7 @@ def optimizers(model: nn.Module) -> None:
     assert_type(matrices, list[Tensor])
     assert_type(split, offbeat.Split)
     chain = offbeat.Chain([muon, offbeat.AdamW(rest), torch.optim.SGD(model.parameters())])
+    chain.load_state_dict(chain.state_dict())
     assert_type(chain.step(), None)
     assert_type(chain.step(lambda: 1.0), float)
     assert_type(chain.optimizers, tuple[torch.optim.Optimizer, ...])
@@ -110,7 +112,6 @@ class Custom(torch.optim.Optimizer):
 @offbeat.register_overlapped(Custom)
 class OverlappedCustom(offbeat.OverlappedOptimizer):
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        assert isinstance(self.optimizer, Custom)
         self.optimizer.update_some(params, grads)
 
 
@@ -132,6 +133,7 @@ def replicas(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> No
     assert_type(local.outer, torch.optim.Optimizer | None)
     assert_type(local.step(), None)
     assert_type(local.step(lambda: torch.zeros(())), Tensor)
+    local.load_state_dict(local.state_dict())
     local.seen(32)
     local.sync()
     local.finish()
@@ -140,6 +142,7 @@ def replicas(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> No
     offbeat.LocalSGD(inner, model, [(4, "node"), (16, group), (64, None)], mesh=mesh, deadline=10.0)
     offbeat.LocalSGD(inner, model, every=lambda step: step // 10 + 1, warmup=lambda step: step < 100)
     offbeat.LocalSGD(inner, model, group=group, subgroup=group, state={"exp_avg": "average"}, bucket_mb=16)
+    offbeat.LocalSGD(inner, model, subgroup=dist.new_group([0, 1]), group=dist.new_group())
     offbeat.LocalSGD(inner, model, subgroup=None, comm_hook=fp16_compress_hook, reduce_dtype=torch.float32)
     offbeat.SlowMo(inner, model, every=12, slow_momentum=0.6, level={"nonfinite": "skip"}, undo="off")
     nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)

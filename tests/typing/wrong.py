@@ -68,7 +68,7 @@ def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
     offbeat.LocalSGD(inner, model, snapshot="gpu")  # wrong
     offbeat.LocalSGD(inner, model, undo=True)  # wrong
     offbeat.LocalSGD(inner, model, nonfinite="ignore")  # wrong
-    offbeat.LocalSGD(inner, model, group=4)  # wrong
+    offbeat.LocalSGD(inner, model, group="all")  # wrong
     offbeat.LocalSGD(inner, model, subgroup="host")  # wrong
     offbeat.LocalSGD(inner, model, mesh="dp")  # wrong
     offbeat.LocalSGD(inner, model, weigthed=True)  # wrong

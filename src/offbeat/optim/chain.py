@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat._types import Group, untraced
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.checkpoint import check_not_wrappers
@@ -178,7 +178,7 @@ class Chain(Optimizer):
             if hasattr(one, "init_state"):
                 one.init_state()
 
-    def share_matrices(self, process_group: dist.ProcessGroup | None = None, *, exact: bool = False) -> None:
+    def share_matrices(self, process_group: Group | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks; see :meth:`offbeat.Muon.share_matrices`."""
         having = [one for one in self.optimizers if isinstance(one, RuleOptimizer) and one.has_matrices]
         if not having:
@@ -244,7 +244,7 @@ class Chain(Optimizer):
             result = result if changed is None else changed
         return result
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of a chain of the same optimizers. If one of them raises, nothing has changed."""
         state_dict = dict(state_dict)

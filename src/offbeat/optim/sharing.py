@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from offbeat._types import Group
 from offbeat.engine.agree import check_same_parameters, send_from_owners
 from offbeat.engine.options import Sharing
 from offbeat.engine.owners import Owners
@@ -31,7 +32,7 @@ class SharesMatrices:
 
     _sharing: Sharing | None = None
 
-    def share_matrices(self, process_group: dist.ProcessGroup | None = None, *, exact: bool = False) -> None:
+    def share_matrices(self, process_group: Group | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
 
         Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the

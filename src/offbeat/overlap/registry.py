@@ -56,7 +56,7 @@ class OverlappedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer  # of the class that a subclass was registered for
         self._first = True
 
     def begin_step(self) -> None:

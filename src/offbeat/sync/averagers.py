@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
 
+from offbeat._types import Group
 from offbeat.sync.agreement import agree
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
@@ -46,9 +47,7 @@ class ModelAverager(TorchModelAverager):
             ``"memory"`` or ``"off"``.
     """
 
-    def __init__(
-        self, process_group: ProcessGroup | None = None, *, bucket_mb: float = 64, undo: Undo = "auto"
-    ) -> None:
+    def __init__(self, process_group: Group | None = None, *, bucket_mb: float = 64, undo: Undo = "auto") -> None:
         self.process_group: ProcessGroup = whole(process_group)
         self.step: int = 0
         self._exchange = Exchange(check_bucket_mb(bucket_mb), undo=undo)
@@ -109,7 +108,7 @@ class PeriodicModelAverager(ModelAverager):
         self,
         period: int,
         warmup_steps: int = 0,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         *,
         bucket_mb: float = 64,
         undo: Undo = "auto",
@@ -170,7 +169,7 @@ class HierarchicalModelAverager(ModelAverager):
         self,
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         *,
         bucket_mb: float = 64,
         undo: Undo = "auto",

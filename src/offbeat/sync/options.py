@@ -9,10 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from offbeat._types import CommHook
+    from offbeat._types import CommHook, Group
     from offbeat.wire.codec import CodecSpec
     from offbeat.wire.simulated import SimulatedPeers
 
@@ -42,7 +41,7 @@ Every: TypeAlias = int | Callable[[int], int]
 Warmup: TypeAlias = int | Callable[[int], bool]
 
 #: Ranks that take part.
-Ranks: TypeAlias = "ProcessGroup | SimulatedPeers"
+Ranks: TypeAlias = "Group | SimulatedPeers"
 
 #: The ranks of a level: all, blocks of so many, a process group, or dimensions of a mesh.
 Where: TypeAlias = "int | str | Sequence[str] | DeviceMesh | Ranks | None"

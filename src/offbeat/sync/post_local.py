@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from offbeat._types import Group
 from offbeat.ddp import as_it_is, mean_of_bucket
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.words import block, number_of
@@ -19,8 +20,6 @@ from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import host_group, members, whole
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from offbeat._torch import GradBucket
 
 Loss = TypeVar("Loss")
@@ -59,8 +58,8 @@ class PostLocalSGDState:
 
     def __init__(
         self,
-        process_group: ProcessGroup | None,
-        subgroup: ProcessGroup | None,
+        process_group: Group | None,
+        subgroup: Group | None,
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from offbeat._types import Group
 from offbeat.wire.base import Codec, NotFinite
 from offbeat.wire.codec import CodecName, make_codec
 from offbeat.wire.coded import CodedMean
@@ -22,8 +23,6 @@ from offbeat.wire.groups import members, whole
 from offbeat.wire.peers import GroupPeers, Work
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from offbeat._torch import GradBucket
 
 __all__ = ["CodecState", "codec_hook"]
@@ -54,7 +53,7 @@ class CodecState:
     def __init__(
         self,
         codec: CodecName | Codec = "int8",
-        process_group: ProcessGroup | None = None,
+        process_group: Group | None = None,
         error_feedback: float | None = None,
         not_finite: Literal["raise", "nan"] = "raise",
     ) -> None:
