@@ -66,10 +66,9 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         for block in [*(m for m in model.modules() if isinstance(m, Block)), model]:
             fully_shard(block)
     split = offbeat.split_parameters(model)
-    muon = offbeat.Muon(split.matrices, lr=0.02)
+    optimizer = offbeat.Chain([offbeat.Muon(split.matrices, lr=0.02), offbeat.AdamW(split.rest, lr=3e-3)])
     if options.parallel == "ddp":
-        muon.share_matrices()  # FSDP2 shares them by itself
-    optimizer = offbeat.Chain([muon, offbeat.AdamW(split.rest, lr=3e-3)])
+        optimizer.share_matrices()  # FSDP2 shares them by itself
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)  # one scheduler for both
     if dist.get_rank() == 0:
         print(split.report)
