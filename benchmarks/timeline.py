@@ -13,7 +13,9 @@ import json
 import subprocess
 import sys
 import time
+from bisect import bisect
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ FIGURES = {
 }
 STEPS = {"overlap": 2, "rounds": 9}
 WARMUP = 6
-BINS = 400
+BINS = 200
 
 events: list[tuple[str, float, float]] = []
 
@@ -127,17 +129,16 @@ def worker(rank: int, address: str, interface: str, figure: str) -> None:
 
 
 def rates(sent: list[tuple[float, int]], zero: float, width: float) -> list[tuple[float, float]]:
-    """Bytes a second on the link, for bins of ``width`` milliseconds."""
-    found, at = [], 0
-    for i in range(BINS + 1):
-        until = zero + (i + 1) * width / 1e3
-        begin = at
-        while at + 1 < len(sent) and sent[at + 1][0] <= until:
-            at += 1
-        seconds = max(sent[at][0] - sent[begin][0], width / 1e3)
-        # What was sent before the first event is not ours to show.
-        found.append((i * width, 0.0 if i == 0 else (sent[at][1] - sent[begin][1]) / seconds))
-    return found
+    """Bytes a second on the link, in bins of ``width`` milliseconds; between two readings it is taken as even."""
+
+    def total(t: float) -> float:
+        at = min(max(bisect(sent, (t, 0)), 1), len(sent) - 1)
+        (t0, bytes0), (t1, bytes1) = sent[at - 1], sent[at]
+        return bytes0 + (bytes1 - bytes0) * min(max((t - t0) / (t1 - t0), 0.0), 1.0)
+
+    edges = [zero + i * width / 1e3 for i in range(BINS + 1)]
+    found = [(1e3 * (t - zero), 1e3 * (total(u) - total(t)) / width) for t, u in pairwise(edges)]
+    return [*found, (BINS * width, 0.0)]
 
 
 def draw(figure: str, result: dict[str, Any]) -> Path:
@@ -158,7 +159,7 @@ def draw(figure: str, result: dict[str, Any]) -> Path:
                 [(1e3 * (begin - zero), max(1e3 * (end - begin), 0.4))], (lanes[what] + 0.1, 0.8), color=colours[what]
             )
         last = 1e3 * (max(end for _, _, end in arm["events"]) - zero)
-        kept = rates(arm["sent"], zero, last / BINS)
+        kept = rates([(t, n) for t, n in arm["sent"]], zero, last / BINS)
         heights = [0.1 + 0.8 * min(rate / 125e6, 1.0) for _, rate in kept]
         axis.fill_between([t for t, _ in kept], 0.1, heights, color=colours["network"], step="post", linewidth=0)
         axis.set_yticks([0.5, 1.5, 2.5, 3.5], ["network", "step", "backward", "forward"])
