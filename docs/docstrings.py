@@ -40,9 +40,17 @@ def to_markdown(text: str) -> str:
     text = re.sub(r"\.\. math::(.*\n(?:[ \t]+.*\n?|\n)*)", lambda m: f"$$\n{_aligned(m[1])}\n$$\n\n", text)
     text = re.sub(r":math:`([^`]+)`", lambda m: f"${' '.join(m[1].split())}$", text)
     text = re.sub(r":(?:class|func|meth|mod|attr|data|exc):`([^`]+)`", _reference, text)
-    text = re.sub(r"(?m)^(\s*)Examples?::?\s*$", r"\1Examples:", text)
+    text = re.sub(r"(?m)^Examples?::?[ \t]*\n+((?:[ \t]+.*\n?|\n)+)", _example, text)
     text = re.sub(r"(?m)^Limits: ", "**Limits.** ", text)
     return str(_hide_formulas(text))
+
+
+def _example(match: re.Match[str]) -> str:
+    """A block of code, or lines that an interpreter shows, as a section of Google's style."""
+    lines = match[1].rstrip().splitlines()
+    if ">>>" not in match[1]:
+        lines = ["    ```python", *lines, "    ```"]
+    return "\n".join(["Examples:", *lines, "", ""])
 
 
 def _aligned(block: str) -> str:

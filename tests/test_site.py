@@ -46,7 +46,10 @@ def test_every_public_name_is_in_the_reference(site):
     same = {"post_localSGD_hook"}  # torch's spelling of post_local_sgd_hook
     for name in set(offbeat.__all__) - same - {"__version__"}:
         # The package offbeat.overlap has a function of the same name.
-        documented = re.search(rf'id="offbeat\.({name}\.)?{name}"', reference) or (site / "rules" / name.lower() / "index.html").exists()
+        documented = (
+            re.search(rf'id="offbeat\.({name}\.)?{name}"', reference)
+            or (site / "rules" / name.lower() / "index.html").exists()
+        )
         assert documented, f"{name} is not in docs/reference"
 
 
