@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["assert_same", "batch", "batches", "differ", "launched", "loss_of", "make", "plain"]
+__all__ = ["assert_same", "batch", "batches", "differ", "launched", "loss_of", "make", "plain", "shared_folder"]
 
 
 def launched(rank: int, world: int) -> None:
@@ -45,6 +47,16 @@ def loss_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def adamw(params: Iterable[Tensor]) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A folder that all ranks use, removed when all have left the block."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-") as mine:
+        found = [mine]
+        dist.broadcast_object_list(found)
+        yield found[0]
+        dist.barrier()
 
 
 @torch.no_grad()

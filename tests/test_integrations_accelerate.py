@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from typing import Any
 
 import pytest
@@ -13,7 +12,19 @@ from torch import nn
 import offbeat
 from offbeat.integrations import handle_of
 from offbeat.overlap.consumed import ConsumedGradient
-from tests.frameworks import adamw, assert_same, average, batch, batches, differ, launched, loss_of, make, plain
+from tests.frameworks import (
+    adamw,
+    assert_same,
+    average,
+    batch,
+    batches,
+    differ,
+    launched,
+    loss_of,
+    make,
+    plain,
+    shared_folder,
+)
 from tests.scenarios import Scenarios
 
 pytest.importorskip("accelerate")
@@ -37,12 +48,6 @@ def train(accelerator: Any, model: Any, optimizer: Any, data: Any, clip: float |
                 accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-
-
-def shared_folder() -> str:
-    found = [tempfile.mkdtemp(prefix="offbeat-accelerate-")]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 # In one process
@@ -158,33 +163,33 @@ def replicas_with_accumulation_clipping_and_a_scheduler(rank, world):
 @scenario(2)
 def save_state_and_load_state_are_exact(rank, world):
     launched(rank, world)
-    folder = shared_folder()
-    kinds: list[dict[str, Any]] = [
-        {"local_sgd": LOCAL},
-        {"overlap": True, "local_sgd": {**LOCAL, "delay": 2}},
-        {"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
-        {"overlap": {"clip_norm": 0.05, "clip": "previous"}},
-    ]
-    for i, features in enumerate(kinds):
+    with shared_folder() as folder:
+        kinds: list[dict[str, Any]] = [
+            {"local_sgd": LOCAL},
+            {"overlap": True, "local_sgd": {**LOCAL, "delay": 2}},
+            {"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
+            {"overlap": {"clip_norm": 0.05, "clip": "previous"}},
+        ]
+        for i, features in enumerate(kinds):
 
-        def run(model: nn.Module, steps: range, load: bool = False, save: bool = False) -> nn.Module:
-            accelerator = Accelerator(cpu=True)
-            wrapped, optimizer = prepare(accelerator, model, adamw(model.parameters()), **features)
-            if load:
-                accelerator.load_state(f"{folder}/{i}")
-            train(accelerator, wrapped, optimizer, [batch(rank, step) for step in steps])
-            if save:
-                accelerator.save_state(f"{folder}/{i}")
-                dist.barrier()
-            else:
-                finish(optimizer)
-            return model
+            def run(model: nn.Module, steps: range, load: bool = False, save: bool = False) -> nn.Module:
+                accelerator = Accelerator(cpu=True)
+                wrapped, optimizer = prepare(accelerator, model, adamw(model.parameters()), **features)
+                if load:
+                    accelerator.load_state(f"{folder}/{i}")
+                train(accelerator, wrapped, optimizer, [batch(rank, step) for step in steps])
+                if save:
+                    accelerator.save_state(f"{folder}/{i}")
+                    dist.barrier()
+                else:
+                    finish(optimizer)
+                return model
 
-        whole = run(make(), range(9))
-        run(make(), range(5), save=True)
-        assert_same(run(make(1), range(5, 9), load=True), whole)
-        plain_state = torch.load(f"{folder}/{i}/optimizer.bin", weights_only=True)
-        assert set(plain_state) == {"state", "param_groups"}
+            whole = run(make(), range(9))
+            run(make(), range(5), save=True)
+            assert_same(run(make(1), range(5, 9), load=True), whole)
+            plain_state = torch.load(f"{folder}/{i}/optimizer.bin", weights_only=True)
+            assert set(plain_state) == {"state", "param_groups"}
 
 
 @scenario(2)

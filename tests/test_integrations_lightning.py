@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch import nn
 
 from offbeat.integrations import handle_of
 from offbeat.overlap.consumed import ConsumedGradient
-from tests.frameworks import adamw, assert_same, batch, batches, differ, launched, loss_of, make, plain
+from tests.frameworks import adamw, assert_same, batch, batches, differ, launched, loss_of, make, plain, shared_folder
 from tests.scenarios import Scenarios
 
 pytest.importorskip("lightning")
@@ -100,12 +99,6 @@ def fit(module: LightningModule, one: Trainer, rank: int, number: int, **options
         warnings.simplefilter("ignore")  # Lightning recommends things
         one.fit(module, DataLoader(batches(rank, number), batch_size=None), **options)
     return module
-
-
-def shared_folder() -> str:
-    found = [tempfile.mkdtemp(prefix="offbeat-lightning-")]
-    dist.broadcast_object_list(found)
-    return found[0]
 
 
 # In one process
@@ -272,44 +265,44 @@ def diloco_overlapped(rank, world):
 @scenario(2)
 def resume_is_exact_in_the_middle_of_a_period(rank, world):
     launched(rank, world)
-    folder = shared_folder()
-    kinds: dict[str, Any] = {
-        "local": {"local_sgd": LOCAL},
-        "late": {"overlap": True, "local_sgd": {**LOCAL, "delay": 2}},
-        "diloco": {"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
-    }
-    for name, features in kinds.items():
-        whole = ByStep()
-        fit(whole, trainer(world, Offbeat(**features)), rank, 9)
-        checkpoint = ModelCheckpoint(f"{folder}/{name}", every_n_train_steps=5, save_top_k=-1)
-        first = trainer(world, Offbeat(**features), checkpoint, enable_checkpointing=True, max_steps=5)
-        begun = fit(ByStep(), first, rank, 9)
-        (path,) = Path(folder, name).glob("*.ckpt")
-        resumed = fit(ByStep(make(1)), trainer(world, Offbeat(**features)), rank, 9, ckpt_path=path)
-        assert_same(resumed.model, whole.model)
-        assert not differ(resumed.model)
-        # What Lightning saved is that of a run without offbeat.
-        saved = torch.load(path, weights_only=True)
-        assert set(saved["optimizer_states"][0]) == {"state", "param_groups"}
-        assert len(saved["offbeat"]) == world
-        parts = [part[0]["module"]["model.0.weight"] for part in saved["offbeat"]]
-        assert not torch.equal(parts[0], parts[1])
-        assert not torch.equal(begun.model[0].weight, parts[rank])  # finish() came after
+    with shared_folder() as folder:
+        kinds: dict[str, Any] = {
+            "local": {"local_sgd": LOCAL},
+            "late": {"overlap": True, "local_sgd": {**LOCAL, "delay": 2}},
+            "diloco": {"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
+        }
+        for name, features in kinds.items():
+            whole = ByStep()
+            fit(whole, trainer(world, Offbeat(**features)), rank, 9)
+            checkpoint = ModelCheckpoint(f"{folder}/{name}", every_n_train_steps=5, save_top_k=-1)
+            first = trainer(world, Offbeat(**features), checkpoint, enable_checkpointing=True, max_steps=5)
+            begun = fit(ByStep(), first, rank, 9)
+            (path,) = Path(folder, name).glob("*.ckpt")
+            resumed = fit(ByStep(make(1)), trainer(world, Offbeat(**features)), rank, 9, ckpt_path=path)
+            assert_same(resumed.model, whole.model)
+            assert not differ(resumed.model)
+            # What Lightning saved is that of a run without offbeat.
+            saved = torch.load(path, weights_only=True)
+            assert set(saved["optimizer_states"][0]) == {"state", "param_groups"}
+            assert len(saved["offbeat"]) == world
+            parts = [part[0]["module"]["model.0.weight"] for part in saved["offbeat"]]
+            assert not torch.equal(parts[0], parts[1])
+            assert not torch.equal(begun.model[0].weight, parts[rank])  # finish() came after
 
 
 @scenario(2)
 def the_last_norm_is_resumed(rank, world):
     launched(rank, world)
-    folder = shared_folder()
-    features = {"overlap": {"clip": "previous"}}
-    whole = fit(ByStep(), trainer(world, Offbeat(**features), gradient_clip_val=0.05), rank, 6)
-    checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
-    options = {"enable_checkpointing": True, "max_steps": 3, "gradient_clip_val": 0.05}
-    fit(ByStep(), trainer(world, Offbeat(**features), checkpoint, **options), rank, 6)
-    (path,) = Path(folder).glob("*.ckpt")
-    other = trainer(world, Offbeat(**features), gradient_clip_val=0.05)
-    resumed = fit(ByStep(make(1)), other, rank, 6, ckpt_path=path)
-    assert_same(resumed.model, whole.model)
+    with shared_folder() as folder:
+        features = {"overlap": {"clip": "previous"}}
+        whole = fit(ByStep(), trainer(world, Offbeat(**features), gradient_clip_val=0.05), rank, 6)
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+        options = {"enable_checkpointing": True, "max_steps": 3, "gradient_clip_val": 0.05}
+        fit(ByStep(), trainer(world, Offbeat(**features), checkpoint, **options), rank, 6)
+        (path,) = Path(folder).glob("*.ckpt")
+        other = trainer(world, Offbeat(**features), gradient_clip_val=0.05)
+        resumed = fit(ByStep(make(1)), other, rank, 6, ckpt_path=path)
+        assert_same(resumed.model, whole.model)
 
 
 @scenario(2)
@@ -346,38 +339,75 @@ def overflow_on_one_rank_with_replicas(rank, world):
 @scenario(2)
 def fsdp2_overlapped_and_resumed(rank, world):
     launched(rank, world)
-    folder = shared_folder()
+    with shared_folder() as folder:
 
-    class Sharded(ByStep):
+        class Sharded(ByStep):
+            def configure_model(self) -> None:
+                mesh = self.device_mesh["data_parallel"]
+                if not hasattr(self.model[0], "unshard"):
+                    for layer in (self.model[0], self.model[2], self.model):
+                        fully_shard(layer, mesh=mesh)
+
+        def one(*callbacks: Any, **options: Any) -> Trainer:
+            strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+            return trainer(world, *callbacks, strategy=strategy, **options)
+
+        def values(module: Any) -> list[torch.Tensor]:
+            return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.model.parameters()]
+
+        without = values(fit(Sharded(), one(), rank, 6))
+        module = fit(Sharded(), one(Offbeat(overlap=True)), rank, 6)
+        assert module.used == [True] * 6
+        for a, b in zip(values(module), without, strict=True):
+            assert torch.equal(a, b)
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+        fit(Sharded(), one(Offbeat(overlap=True), checkpoint, enable_checkpointing=True, max_steps=3), rank, 6)
+        (path,) = Path(folder).glob("*.ckpt")
+        resumed = fit(Sharded(make(1)), one(Offbeat(overlap=True)), rank, 6, ckpt_path=path)
+        for a, b in zip(values(resumed), without, strict=True):
+            assert torch.equal(a, b)
+        clipped = fit(Sharded(), one(Offbeat(overlap=True), gradient_clip_val=0.05), rank, 6)
+        for a, b in zip(values(clipped), values(fit(Sharded(), one(gradient_clip_val=0.05), rank, 6)), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
+        with pytest.raises(ValueError, match="ModelParallelStrategy saves one replica"):
+            fit(Sharded(), one(Offbeat(local_sgd=True), enable_checkpointing=True), rank, 1)
+
+
+@scenario(2)
+def replicas_of_a_sharded_module(rank, world):
+    """Two replicas, each sharded over a mesh of one rank."""
+    launched(rank, world)
+
+    class Sharded(Module):
         def configure_model(self) -> None:
-            mesh = self.device_mesh["data_parallel"]
-            if not hasattr(self.model[0], "unshard"):
-                for layer in (self.model[0], self.model[2], self.model):
-                    fully_shard(layer, mesh=mesh)
+            for layer in (self.model[0], self.model[2], self.model):
+                fully_shard(layer, mesh=self.device_mesh["tensor_parallel"])
 
-    def one(*callbacks: Any, **options: Any) -> Trainer:
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-        return trainer(world, *callbacks, strategy=strategy, **options)
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    options = {"overlap": True, "local_sgd": {"every": 4, "subgroup": None}}
+    module = fit(Sharded(), trainer(world, Offbeat(**options), strategy=strategy), rank, 7)
+    assert module.used == [True] * 7
+    expected = plain(rank, 7, local=True, every=4)
+    for p, q in zip(module.model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q)
 
-    def values(module: Any) -> list[torch.Tensor]:
-        return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.model.parameters()]
 
-    without = values(fit(Sharded(), one(), rank, 6))
-    module = fit(Sharded(), one(Offbeat(overlap=True)), rank, 6)
-    assert module.used == [True] * 6
-    for a, b in zip(values(module), without, strict=True):
-        assert torch.equal(a, b)
-    checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
-    fit(Sharded(), one(Offbeat(overlap=True), checkpoint, enable_checkpointing=True, max_steps=3), rank, 6)
-    (path,) = Path(folder).glob("*.ckpt")
-    resumed = fit(Sharded(make(1)), one(Offbeat(overlap=True)), rank, 6, ckpt_path=path)
-    for a, b in zip(values(resumed), without, strict=True):
-        assert torch.equal(a, b)
-    clipped = fit(Sharded(), one(Offbeat(overlap=True), gradient_clip_val=0.05), rank, 6)
-    for a, b in zip(values(clipped), values(fit(Sharded(), one(gradient_clip_val=0.05), rank, 6)), strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-    with pytest.raises(ValueError, match="ModelParallelStrategy saves one replica"):
-        fit(Sharded(), one(Offbeat(local_sgd=True), enable_checkpointing=True), rank, 1)
+@scenario(2)
+def manual_accumulation_under_ddp(rank, world):
+    launched(rank, world)
+
+    class Accumulates(Manual):
+        def training_step(self, x: torch.Tensor, index: int) -> None:  # type: ignore[override]
+            optimizer = self.optimizers()
+            with optimizer.toggle_model(sync_grad=index % 2 == 1):
+                self.manual_backward(loss_of(self.model, x) / 2)
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    without = fit(Accumulates(), trainer(world), rank, 6)
+    module = fit(Accumulates(), trainer(world, Offbeat(overlap=True)), rank, 6)
+    assert_same(module.model, without.model)
 
 
 @scenario(2)
@@ -401,29 +431,29 @@ def fabric_with_clipping_and_accumulation(rank, world):
 @scenario(2)
 def fabric_goes_on_exactly(rank, world):
     launched(rank, world)
-    folder = shared_folder()
-    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", plugins=[LightningEnvironment()])
-    fabric.launch()
+    with shared_folder() as folder:
+        fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", plugins=[LightningEnvironment()])
+        fabric.launch()
 
-    def run(model: nn.Module, steps: range, load: bool = False, save: bool = False) -> nn.Module:
-        wrapped, optimizer = setup(fabric, model, adamw(model.parameters()), overlap=True, local_sgd=LOCAL)
-        state = {"offbeat": EveryRank(optimizer)}
-        if load:
-            fabric.load(f"{folder}/state.ckpt", state)
-        for i in steps:
-            fabric.backward(loss_of(wrapped, batch(rank, i)))
-            optimizer.step()
-            optimizer.zero_grad()
-        if save:
-            fabric.save(f"{folder}/state.ckpt", state)
-        else:
-            optimizer.finish()
-        return model
+        def run(model: nn.Module, steps: range, load: bool = False, save: bool = False) -> nn.Module:
+            wrapped, optimizer = setup(fabric, model, adamw(model.parameters()), overlap=True, local_sgd=LOCAL)
+            state = {"offbeat": EveryRank(optimizer)}
+            if load:
+                fabric.load(f"{folder}/state.ckpt", state)
+            for i in steps:
+                fabric.backward(loss_of(wrapped, batch(rank, i)))
+                optimizer.step()
+                optimizer.zero_grad()
+            if save:
+                fabric.save(f"{folder}/state.ckpt", state)
+            else:
+                optimizer.finish()
+            return model
 
-    whole = run(make(), range(9))
-    assert_same(whole, plain(rank, 9, local=True, every=4, warmup=2))
-    assert differ(run(make(), range(5), save=True))
-    assert_same(run(make(1), range(5, 9), load=True), whole)
+        whole = run(make(), range(9))
+        assert_same(whole, plain(rank, 9, local=True, every=4, warmup=2))
+        assert differ(run(make(), range(5), save=True))
+        assert_same(run(make(1), range(5, 9), load=True), whole)
 
 
 @pytest.mark.ranks

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.overlap.consumed import ConsumedGradient
-from tests.frameworks import assert_same, differ, launched, plain
+from tests.frameworks import assert_same, differ, launched, plain, shared_folder
 from tests.scenarios import Scenarios
 
 pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ class Spy(TrainerCallback):
 
 def trainer(model: nn.Module, rank: int, world: int, number: int, folder: str | None = None, **options: Any) -> Trainer:
     arguments = {
-        "output_dir": folder or tempfile.mkdtemp(prefix="offbeat-transformers-"),
+        "output_dir": folder or tempfile.gettempdir(),
         "per_device_train_batch_size": 1,
         "num_train_epochs": 1,
         "lr_scheduler_type": "constant",
@@ -202,23 +202,24 @@ def resume_is_exact_in_the_middle_of_a_period(rank, world):
         {"overlap": True, "diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8", "subgroup": None}},
     ]
     for features in kinds:
-        found = [tempfile.mkdtemp(prefix="offbeat-transformers-")]
-        dist.broadcast_object_list(found)
         whole = gpt2()
         one = trainer(whole, rank, world, 9)
         attach(one, **features)
         run(one)
-        begun = gpt2()
-        one = trainer(begun, rank, world, 9, found[0], save_strategy="steps", save_steps=5, max_steps=5)
-        attach(one, **features)
-        run(one)
-        dist.barrier()
-        assert len(glob.glob(f"{found[0]}/checkpoint-5/offbeat_*.pt")) == world
-        assert set(torch.load(f"{found[0]}/checkpoint-5/optimizer.pt", weights_only=True)) == {"state", "param_groups"}
         resumed = gpt2(1)
-        one = trainer(resumed, rank, world, 9, found[0])
-        attach(one, **features)
-        run(one, resume_from_checkpoint=True)
+        with shared_folder() as folder:
+            one = trainer(gpt2(), rank, world, 9, folder, save_strategy="steps", save_steps=5, max_steps=5)
+            attach(one, **features)
+            run(one)
+            dist.barrier()
+            assert len(glob.glob(f"{folder}/checkpoint-5/offbeat_*.pt")) == world
+            assert set(torch.load(f"{folder}/checkpoint-5/optimizer.pt", weights_only=True)) == {
+                "state",
+                "param_groups",
+            }
+            one = trainer(resumed, rank, world, 9, folder)
+            attach(one, **features)
+            run(one, resume_from_checkpoint=True)
         assert_same(resumed, whole)
         assert not differ(resumed)
 

@@ -89,6 +89,7 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
     if ddp.find_unused_parameters and len(members(ddp.process_group)) > 1:
         warnings.warn(
             "find_unused_parameters=True makes DistributedDataParallel ask all ranks at every step which parameters "
-            "they used, also after warm-up; the numbers are right, but every step waits for the slow link",
+            "they used, also after warm-up: every step waits for the slow link, and a parameter that only other ranks "
+            "used has a gradient of zero here, so that weight decay and momentum move it",
             stacklevel=4,
         )
