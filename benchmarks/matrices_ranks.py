@@ -1,9 +1,12 @@
-"""Muon on several ranks of one machine: processor time a rank and step, and the bytes that a rank hands to collectives.
+"""Muon on several ranks of one machine: processor time a rank and step, and the bytes that a rank sends.
 
     python -m benchmarks.matrices_ranks [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
 
-Processes joined by gloo, one thread each. "DDP" has all parameters on every rank and shares the work; "FSDP2" has them
-cut along their rows. ``--save`` writes benchmarks/results/matrices-ranks.md and .json.
+Processes joined by gloo, one thread each. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters on
+every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives, where
+an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least: for an
+all-reduce each number twice but for its own part; to owners, each gradient once and each update once to every other rank,
+but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json.
 """
 
 from __future__ import annotations
@@ -20,45 +23,84 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import offbeat
 from benchmarks.machine import describe_machine
 from benchmarks.matrices import shapes_of
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("every rank does all", "DDP, shared", "FSDP2")
+KINDS = ("every rank does all", "DDP, shared", "DDP, to owners", "FSDP2")
 
 
-def parameters(kind: str, shapes: list[tuple[int, int]], mesh: Any) -> list[torch.Tensor]:
+class Matrices(nn.Module):
+    """Matrices whose gradients cost nothing to compute."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all = nn.ParameterList([torch.randn(shape) for shape in shapes])
+
+    def forward(self) -> torch.Tensor:
+        return torch.stack([p.sum() for p in self.all]).sum()
+
+
+class Sent:
+    """Bytes that leave this rank, from now on."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        ranks, me = dist.get_world_size(), dist.get_rank()
+        broadcast, all_to_all, all_reduce = dist.broadcast, dist.all_to_all_single, dist.all_reduce
+
+        def counted_broadcast(t: torch.Tensor, source: int, **more: Any) -> Any:
+            self.bytes += t.nbytes * (ranks - 1) * (source == me)
+            return broadcast(t, source, **more)
+
+        def counted_all_to_all(to: Any, of: Any, arriving: Any, leaving: Any, **more: Any) -> Any:
+            self.bytes += sum(n for rank, n in enumerate(leaving) if rank != me)
+            return all_to_all(to, of, arriving, leaving, **more)
+
+        def counted_all_reduce(t: torch.Tensor, *args: Any, **more: Any) -> Any:
+            self.bytes += 2 * (ranks - 1) / ranks * t.nbytes
+            return all_reduce(t, *args, **more)
+
+        dist.broadcast, dist.all_to_all_single = counted_broadcast, counted_all_to_all
+        dist.all_reduce = counted_all_reduce
+
+
+def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any) -> tuple[Any, Any]:
+    """Two functions: one that computes and reduces gradients, and one that steps."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    torch.manual_seed(0)
-    found = []
-    for shape in shapes:
-        p, g = torch.randn(shape), torch.randn(shape)
-        if kind == "FSDP2":
-            p, g = (distribute_tensor(t, mesh, [Shard(0)]) for t in (p, g))
-        p.grad = g
-        found.append(p)
-    return found
+    model = Matrices(shapes)
+    if kind == "FSDP2":  # which reduces and gathers by itself; here it is about the optimizer alone
+        params = [distribute_tensor(p.detach(), mesh, [Shard(0)]) for p in model.all]
+        for p in params:
+            p.grad = distribute_tensor(torch.ones(p.shape), mesh, [Shard(0)])
+        return lambda: None, offbeat.Muon(params).step
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = offbeat.Muon(model.parameters())
+    if kind == "DDP, to owners":
+        offbeat.reduce_to_owners(optimizer, ddp)
+    else:
+        ddp.register_comm_hook(None, allreduce_hook)  # what DDP does, where its bytes can be counted
+    if kind == "DDP, shared":
+        optimizer.share_matrices()
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        ddp().backward()
+
+    return backward, optimizer.step
 
 
-def count_bytes() -> list[int]:
-    """What is handed to collectives from now on, in bytes that leave this rank."""
-    sent = [0]
-    broadcast, all_to_all = dist.broadcast, dist.all_to_all_single
-
-    def counted_broadcast(t: torch.Tensor, source: int, **more: Any) -> Any:
-        if source == dist.get_rank():
-            sent[0] += t.nbytes * (dist.get_world_size() - 1)
-        return broadcast(t, source, **more)
-
-    def counted_all_to_all(to: Any, of: Any, arriving: Any, leaving: Any, **more: Any) -> Any:
-        sent[0] += sum(n for rank, n in enumerate(leaving) if rank != dist.get_rank())
-        return all_to_all(to, of, arriving, leaving, **more)
-
-    dist.broadcast, dist.all_to_all_single = counted_broadcast, counted_all_to_all
-    return sent
+def bound(kind: str, numbers: int, ranks: int) -> float:
+    """Megabytes that a rank must send at least, on average: float32 gradients, bfloat16 updates."""
+    others = (ranks - 1) / ranks
+    each = {"every rank does all": 8, "DDP, shared": 8 + 2, "DDP, to owners": 4 + 2, "FSDP2": 4 / ranks}[kind]
+    return each * others * numbers / 1e6
 
 
 def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
@@ -67,24 +109,52 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    sent = count_bytes()
+    sent = Sent()
     shapes: list[Any] = shapes_of(given.layers, given.width)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        optimizer = offbeat.Muon(parameters(kind, shapes, mesh))
-        if kind == "DDP, shared":
-            optimizer.share_matrices()
-        optimizer.step()
-        times = []
-        sent[0] = 0
-        for _ in range(given.repeat):
-            start = time.process_time()
-            optimizer.step()
-            times.append(1e3 * (time.process_time() - start))
-        found[kind] = {"busy_ms": statistics.median(times), "sent_mb": sent[0] / given.repeat / 1e6}
+        backward, step = step_of(kind, shapes, mesh)
+        reducing, stepping, gradients, updates = [], [], 0.0, 0.0
+        for turn in range(given.repeat + 2):
+            marks = [(time.process_time(), sent.bytes)]
+            for part in (backward, step):
+                part()
+                marks.append((time.process_time(), sent.bytes))
+            if turn >= 2:
+                reducing.append(1e3 * (marks[1][0] - marks[0][0]))
+                stepping.append(1e3 * (marks[2][0] - marks[1][0]))
+                gradients += (marks[1][1] - marks[0][1]) / given.repeat / 1e6
+                updates += (marks[2][1] - marks[1][1]) / given.repeat / 1e6
+        found[kind] = {
+            "backward_ms": statistics.median(reducing),
+            "busy_ms": statistics.median(stepping),
+            "gradients_mb": gradients,
+            "updates_mb": updates,
+        }
     answers.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def measure(ranks: int, given: Any) -> dict[str, Any]:
+    """Means over ranks, and the busiest rank."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        answers = context.Queue()
+        workers = [
+            context.Process(target=work, args=(rank, ranks, f"{folder}/store", given, answers)) for rank in range(ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        found = dict(answers.get(timeout=600) for _ in workers)
+        for worker in workers:
+            worker.join()
+    result: dict[str, Any] = {}
+    for kind in KINDS:
+        each = [found[rank][kind] for rank in found]
+        result[kind] = {key: statistics.mean(one[key] for one in each) for key in each[0]}
+        result[kind]["most_busy_ms"] = max(one["busy_ms"] for one in each)
+    return result
 
 
 def main() -> None:
@@ -96,46 +166,35 @@ def main() -> None:
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    context = mp.get_context("spawn")
+    numbers = sum(a * b for a, b in shapes_of(given.layers, given.width))
     results: dict[int, Any] = {}
     for ranks in given.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            answers = context.Queue()
-            workers = [
-                context.Process(target=work, args=(rank, ranks, f"{folder}/store", given, answers))
-                for rank in range(ranks)
-            ]
-            for worker in workers:
-                worker.start()
-            found = dict(answers.get(timeout=600) for _ in workers)
-            for worker in workers:
-                worker.join()
-        results[ranks] = {
-            kind: {
-                "busy_ms": statistics.mean(found[rank][kind]["busy_ms"] for rank in found),
-                "most_busy_ms": max(found[rank][kind]["busy_ms"] for rank in found),
-                "sent_mb": statistics.mean(found[rank][kind]["sent_mb"] for rank in found),
-            }
-            for kind in KINDS
-        }
+        results[ranks] = measure(ranks, given)
+        for kind in KINDS:
+            results[ranks][kind]["bound_mb"] = bound(kind, numbers, ranks)
         print(ranks, results[ranks], flush=True)
-    numbers = sum(a * b for a, b in shapes_of(given.layers, given.width))
     machine = describe_machine("python -m benchmarks.matrices_ranks " + " ".join(sys.argv[1:])) | {"date": given.date}
     machine["threads"] = "1 a rank"
     lines = ["# Muon on several ranks", "", "Written by `python -m benchmarks.matrices_ranks --save`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [
         f"- {given.layers} layers of width {given.width}, {numbers / 1e6:.1f} M float32 parameters in matrices; gloo",
-        "- processor ms of a step: mean over ranks (the busiest rank); MB that a rank sends in a step",
+        "- processor ms of `step()`: mean over ranks (the busiest rank); of backward, with gradients that cost nothing: "
+        "what reducing them takes",
+        "- MB that a rank sends in a step, mean over ranks, beside the least that is possible; FSDP2 without its own "
+        "gathering and reducing",
         "",
-        f"| ranks | {' | '.join(KINDS)} |",
-        f"|---|{'---|' * len(KINDS)}",
+        "| ranks | who does what | `step()`, processor ms | backward, processor ms | gradients, MB | updates, MB "
+        "| together, MB (bound) |",
+        "|---|---|---|---|---|---|---|",
     ]
     for ranks, by_kind in results.items():
-        cells = [
-            f"{one['busy_ms']:.0f} ({one['most_busy_ms']:.0f}), {one['sent_mb']:.1f} MB" for one in by_kind.values()
-        ]
-        lines.append(f"| {ranks} | {' | '.join(cells)} |")
+        for kind, one in by_kind.items():
+            together = one["gradients_mb"] + one["updates_mb"]
+            lines.append(
+                f"| {ranks} | {kind} | {one['busy_ms']:.0f} ({one['most_busy_ms']:.0f}) | {one['backward_ms']:.0f} "
+                f"| {one['gradients_mb']:.2f} | {one['updates_mb']:.2f} | {together:.2f} ({one['bound_mb']:.2f}) |"
+            )
     text = "\n".join(lines) + "\n"
     print(text)
     if given.save:

@@ -203,6 +203,62 @@ def test_replicated_dtensors_are_whole():
     assert run_ranks(train_replicated, 2) == [[0.0, 0.0]] * 2
 
 
+def replicas(every: int, warmup: int, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Two nodes of two ranks that average parameters now and then, each node as one process with all of its data."""
+    nets = [Net().double() for _ in range(2)]
+    optimizers = [chain(net, EXACT) for net in nets]
+    for step in range(steps):
+        for node, net in enumerate(nets):
+            x = data(step, 4) if step < warmup else data(step, 4)[2 * node : 2 * node + 2]
+            net(x.flatten(0, 1)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step >= warmup and (step - warmup) % every == 0:
+            with torch.no_grad():
+                for p, q in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+                    p.copy_((p + q) / 2)
+                    q.copy_(p)
+    return [{name: p.detach() for name, p in net.named_parameters()} for net in nets]
+
+
+def train_local_sgd(rank: int, world: int, how: str) -> dict[str, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "node"))
+    net = Net().double()
+    module: Any = net
+    if how.startswith("fsdp"):
+        fully_shard(net.inner, mesh=mesh["node"])
+        fully_shard(net, mesh=mesh["node"])
+        options: dict[str, Any] = {"group": mesh.get_group("replica")}
+    else:
+        module = torch.nn.parallel.DistributedDataParallel(net)
+        options = {"subgroup": mesh.get_group("node")}
+    inner = chain(net, EXACT)
+    if how == "ddp shared":
+        inner.share_matrices(mesh.get_group("node"), exact=True)
+    if how == "fsdp overlap":
+        offbeat.overlap(inner, module)
+    warmup = 0 if how == "fsdp overlap" else 1
+    optimizer = offbeat.LocalSGD(inner, module, every=2, warmup=warmup, **options)
+    for step in range(6 + warmup):
+        module(data(step, world)[rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.full_tensor() if how.startswith("fsdp") else p.detach() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "fsdp overlap", "ddp shared"])
+def test_local_sgd_around_it(how):
+    warmup = 0 if how == "fsdp overlap" else 1
+    expected = replicas(2, warmup, 6 + warmup)
+    assert not torch.equal(expected[0]["narrow.weight"], expected[1]["narrow.weight"])
+    for rank, found in enumerate(run_ranks(train_local_sgd, 4, how)):
+        assert_near(found, expected[rank // 2], EXACT)
+
+
 def raised(action: Any) -> str:
     try:
         action()
