@@ -36,13 +36,30 @@ SETS = {
 }
 CPU_SETS = ["4 x 64", "12 x 64", "6 x 256", "12 x 384", "4 x 768"]
 
+#: Shapes that are not a GPT's, by name.
+ODD: dict[str, list[tuple[int, ...]]] = {
+    "1 of 16 x 16": [(16, 16)],
+    "1 of 64 x 64": [(64, 64)],
+    "1 of 512 x 512": [(512, 512)],
+    "1 of 1000 x 1000": [(1000, 1000)],
+    "200 of 64 x 64": [(64, 64)] * 200,
+    "50 of 32 x 8": [(32, 8)] * 50,
+    "8 of 1024 x 64": [(1024, 64)] * 8,
+    "8 of 64 x 1024": [(64, 1024)] * 8,
+    "8 of 127 x 129": [(127, 129)] * 8,
+    "1 of 1 x 4096": [(1, 4096)],
+    "20 of 20 shapes": [(24 + 8 * i, 200 - 8 * i) for i in range(20)],
+}
+#: Stacks of matrices in one parameter. torch.optim.Muon takes them as so many parameters.
+EXPERTS = {"8 experts of 128 x 256": (8, 128, 256), "64 experts of 64 x 64": (64, 64, 64)}
+
 
 def shapes_of(layers: int, width: int) -> list[tuple[int, int]]:
     """Attention and feed-forward, as GPT-2 has them."""
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * layers
 
 
-def make(optimizer: Any, shapes: list[tuple[int, int]], device: str) -> Any:
+def make(optimizer: Any, shapes: Any, device: str) -> Any:
     torch.manual_seed(0)
     params = [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
     for p in params:
@@ -84,7 +101,7 @@ def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str
     lines = ["# Steps of rules that need whole matrices", "", "Written by `python -m benchmarks.matrices --save`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [
-        "- float32 parameters; hidden matrices of a GPT: layers x width; medians, arms taking turns",
+        "- float32 parameters; hidden matrices of a GPT (layers x width), and other shapes; medians, arms taking turns",
         "",
         f"| rule | matrices | torch.optim, wall ms ({second} ms) | offbeat, wall ms ({second} ms) "
         f"| ratio of {second} ms |",
@@ -101,7 +118,7 @@ def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--sets", nargs="+", choices=list(SETS))
+    parser.add_argument("--sets", nargs="+", choices=[*SETS, *ODD, *EXPERTS])
     parser.add_argument("--rules", nargs="+", default=["Muon", "Adafactor"], choices=["Muon", "Adafactor"])
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--threads", type=int)
@@ -110,14 +127,18 @@ def main() -> None:
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
-    sets = given.sets or (CPU_SETS if given.device == "cpu" else ["GPT-2", "1.3 B"])
+    sets = given.sets or ([*CPU_SETS, *ODD, *EXPERTS] if given.device == "cpu" else ["GPT-2", "1.3 B"])
     results: dict[str, Any] = {}
     for rule in given.rules:
         for name in sets:
-            shapes = shapes_of(*SETS[name])
+            if name in EXPERTS:
+                ours: Any = [EXPERTS[name]]
+                theirs: Any = [EXPERTS[name][1:]] * EXPERTS[name][0]
+            else:
+                ours = theirs = ODD[name] if name in ODD else shapes_of(*SETS[name])
             arms = {
-                library: make(getattr(module, rule), shapes, given.device)
-                for library, module in (("torch.optim", torch.optim), ("offbeat", offbeat))
+                "torch.optim": make(getattr(torch.optim, rule), theirs, given.device),
+                "offbeat": make(getattr(offbeat, rule), ours, given.device),
             }
             found = measure(arms, given.repeat, given.device)
             results.setdefault(rule, {})[name] = found

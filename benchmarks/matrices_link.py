@@ -1,10 +1,10 @@
 """Muon and AdamW over a slow link: how much of the exchange and of the arithmetic backward hides.
 
-    python -m benchmarks.matrices_link [--rate 1gbit] [--layers 48] [--width 256] [--save]
+    python -m benchmarks.matrices_link [--rate 1gbit] [--layers 16] [--width 512] [--save]
 
-Two ranks in network namespaces joined by a link of that rate, one thread each; needs root and iproute2. All arms take turns
-in the same processes. Two measure floors: backward without any communication, and backward with gradients reduced to
-owners and no step. Two more have `ns_steps=0`: they exchange everything and compute nothing. With
+Two ranks in network namespaces joined by a link of that rate, one thread each; needs root and iproute2. All arms take
+turns in the same processes. Two measure floors: backward without any communication, and backward with gradients reduced
+to owners and no step. Two more have `ns_steps=0`: they exchange everything and compute nothing. With
 
 - R: gradients reduced to owners, no step;
 - E, E': the exchange of updates too (and AdamW), after backward and overlapped;
@@ -57,7 +57,7 @@ def arm(name: str, layers: int, width: int, tokens: int) -> Any:
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh())]
     model = nn.Sequential(*parts)
-    module: Any = model if reduced == "alone" else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1)
+    module: Any = model if reduced == "alone" else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=2)
     matrices = [p for p in model.parameters() if p.dim() == 2]
     muon = offbeat.Muon(matrices, lr=1e-4, ns_steps=iterations)
     rest = offbeat.AdamW([p for p in model.parameters() if p.dim() < 2], lr=1e-4)
@@ -124,8 +124,8 @@ def hidden(found: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
@@ -148,8 +148,8 @@ def main() -> None:
         *(f"| {name} | {one['ms']:.0f} | {one['busy_ms']:.0f} | {one['mb']:.1f} |" for name, one in found.items()),
         "",
         f"To owners, after backward: the exchange of updates (with AdamW) takes {shares['exchange_ms']:.0f} ms and the "
-        f"arithmetic {shares['arithmetic_ms']:.0f} ms. Overlapped, backward hides {shares['hidden_exchange']:.0%} of the "
-        f"exchange, {shares['hidden_arithmetic']:.0%} of the arithmetic, {shares['hidden_together']:.0%} of both together.",
+        f"arithmetic {shares['arithmetic_ms']:.0f} ms. Overlapped, backward hides {shares['hidden_exchange']:.0%} of "
+        f"the exchange, {shares['hidden_arithmetic']:.0%} of the arithmetic, {shares['hidden_together']:.0%} of both.",
     ]
     text = "\n".join(lines) + "\n"
     print(text)

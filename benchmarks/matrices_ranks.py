@@ -2,11 +2,11 @@
 
     python -m benchmarks.matrices_ranks [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
 
-Processes joined by gloo, one thread each. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters on
-every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives, where
-an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least: for an
-all-reduce each number twice but for its own part; to owners, each gradient once and each update once to every other rank,
-but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json.
+Processes joined by gloo, one thread each. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters
+on every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives,
+where an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least:
+for an all-reduce each number twice but for its own part; to owners, each gradient once and each update once to every
+other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ def main() -> None:
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [
         f"- {given.layers} layers of width {given.width}, {numbers / 1e6:.1f} M float32 parameters in matrices; gloo",
-        "- processor ms of `step()`: mean over ranks (the busiest rank); of backward, with gradients that cost nothing: "
-        "what reducing them takes",
+        "- processor ms of `step()`: mean over ranks (the busiest rank); of backward, with gradients that cost "
+        "nothing: what reducing them takes",
         "- MB that a rank sends in a step, mean over ranks, beside the least that is possible; FSDP2 without its own "
         "gathering and reducing",
         "",
