@@ -187,7 +187,7 @@ def test_a_compiler_that_fails_is_asked_once_and_the_step_still_happens(monkeypa
     for _ in range(3):
         p.grad = torch.ones(3)
         optimizer.step()
-    assert optimizer.tiers()[0].tier == "foreach"
+    assert optimizer.tiers()[0].tier == "native"
     assert "no such flag" in optimizer.tiers()[0].reason
     assert (tmp_path / "calls").read_text().count("called") == 2  # its version, and one kernel
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.697), rtol=1e-3, atol=0)
@@ -290,7 +290,7 @@ def fresh_compiler():
     from offbeat.engine.cpu import compiler, kernel
 
     caches = (
-        compiler._find, compiler._fingerprint, compiler.load, compiler._private_directory, kernel._compiled,
+        compiler._find, compiler._target, compiler.load, compiler._private_directory, kernel._compiled,
     )  # fmt: skip
     for cached in caches:
         cached.cache_clear()
@@ -303,7 +303,7 @@ def fresh_compiler():
 @pytest.mark.usefixtures("fresh_compiler")
 def test_odd_compilers_and_homes_never_stop_a_step(trouble, monkeypatch, tmp_path):
     monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(tmp_path / "cache"))
-    expected = "foreach"
+    expected = "native"
     if trouble == "arguments":
         monkeypatch.setenv("CC", "cc -m64")
         expected = "fused"

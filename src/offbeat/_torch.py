@@ -155,6 +155,7 @@ class _Gone:
 _FOREACH = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "maximum_", "minimum", "minimum_"),
     *("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "sign", "sign_", "reciprocal", "copy_", "zero_", "norm"),
+    *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_"),
 )
 _FUSED = ("adam", "adamw", "sgd", "adagrad")
 
@@ -195,6 +196,21 @@ foreach_norm = FOREACH["norm"]
 FUSED: dict[str, Callable[..., Any]] = {
     name: found for name in _FUSED if (found := _get(f"torch._fused_{name}_")) is not None
 }
+
+
+@functools.cache
+def fused_sgd_is_right(dtype: torch.dtype) -> bool:
+    """Whether torch's fused SGD on the CPU updates tensors of this dtype; it is tried out.
+
+    In half precision it left most elements unchanged (https://github.com/pytorch/pytorch/issues/191763).
+    """
+    p, g, momentum = (torch.full((67,), value, dtype=dtype, device="cpu") for value in (1.0, 1.0, 2.0))
+    FUSED["sgd"](
+        [p], [g], [momentum], weight_decay=0.0, momentum=0.5, lr=0.25, dampening=0.0, nesterov=False, maximize=False,
+        is_first_step=False,
+    )  # fmt: skip
+    return bool((p == 0.5).all()) and bool((momentum == 2.0).all())
+
 
 #: Unscales tensors as a GradScaler does, to the bit.
 unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import is_traced
+from offbeat.engine.cpu.compiler import warn_of_torch
 from offbeat.engine.cpu.kernel import SUPPORTED, cpu_kernel
 from offbeat.engine.cuda.kernel import is_interpreting, why_no_kernel
 from offbeat.engine.cuda.source import Variant
@@ -71,6 +72,9 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
     why_not = _why_not_fused(options, tensors, program)
     if why_not is None:
         return Choice("fused", "the fastest for these tensors")
+    # Elsewhere the counters are not where torch's operators look for them.
+    if p.device.type == "cpu" and program is None and _why_not_native(options, tensors) is None:
+        return Choice("native", f"torch's own operator, because {why_not}")
     return Choice("foreach" if not options.form and is_dense(p) and has_storage(p) else "loop", why_not)
 
 
@@ -86,9 +90,26 @@ def _fused(options: Options, tensors: list[Tensor], program: Program | None) -> 
         return Choice("fused", "fused=True")
     if p.device.type == "cpu" and not is_dense(p) and not options.form:
         return Choice("loop", why_not)
-    if rule.surface.native is None or options.form or len({t.dtype for t in tensors}) > 1:
-        raise RuntimeError(f"`fused=True` is not possible for {rule.name} here: {why_not}. Leave fused out")
+    why_not_native = _why_not_native(options, tensors)
+    if why_not_native is not None:
+        raise RuntimeError(
+            f"`fused=True` is not possible for {rule.name} here: {why_not}, and {why_not_native}. Leave fused out"
+        )
     return Choice("native", f"torch's own operator, because {why_not}")
+
+
+def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
+    """The reason torch's own fused operator cannot do this update, or None if it can."""
+    surface, p = options.rule.surface, tensors[0]
+    if surface.native is None:
+        return "torch has no fused operator for it"
+    if options.form or not p.is_floating_point() or len({t.dtype for t in tensors}) > 1:
+        return "torch's operator needs parameters, gradients and state of one floating point dtype"
+    if not is_dense(p) or not all(map(has_storage, tensors)):
+        return "torch's operator needs tensors without gaps in memory"
+    if p.device.type == "cpu" and not surface.native_takes(p.dtype):
+        return f"torch's operator is wrong for {p.dtype} on the CPU"
+    return None
 
 
 def is_capturing() -> bool:
@@ -128,4 +149,7 @@ def _compile(
     if options.form:
         return "compact forms have no kernel on the CPU"
     kernel = cpu_kernel(typed)
-    return kernel if isinstance(kernel, str) else None
+    if not isinstance(kernel, str):
+        return None
+    warn_of_torch(kernel)
+    return kernel

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from offbeat._torch import FOREACH, foreach_add, foreach_add_, foreach_copy_
+from offbeat._torch import FOREACH, foreach_add, foreach_copy_
 from offbeat.engine.tensors import cut
 from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
-#: Parameter bytes handled at once. Temporaries are two or three times that at most.
-PIECE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+#: Parameter bytes handled at once, on the CPU what a cache holds. Temporaries are two or three times that at most.
+PIECE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 def run_foreach(typed: TypedProgram, columns: Sequence[Sequence[Tensor]], coefficients: dict[str, float]) -> None:
@@ -87,12 +87,14 @@ def _plan(program: Program) -> list[tuple[int, Any]]:
     # Which list each value lies in: an in-place result lies where its operand lay.
     home = {number: number for number in range(len(program.tensors))}
     absorbed = _scaled_additions(program, uses)
-    # A product that is computed inside the addition after it keeps its operand alive until then.
-    for number, (_, tensor, _, product) in absorbed.items():
-        last_use[tensor] = max(last_use[tensor], number)
-        last_use.pop(product, None)
+    # What is computed inside an addition keeps its operands alive until then.
+    for number, sum in absorbed.items():
+        for tensor in sum.tensors:
+            last_use[tensor] = max(last_use[tensor], number)
+        for inner in sum.inner:
+            last_use.pop(inner, None)
     steps: list[tuple[int, Any]] = []
-    products = {product for *_, product in absorbed.values()}
+    computed_inside = {inner for sum in absorbed.values() for inner in sum.inner}
 
     def overwritable(a: Any, number: int) -> bool:
         return (
@@ -104,13 +106,12 @@ def _plan(program: Program) -> list[tuple[int, Any]]:
         )
 
     for number, one in maths:
-        if number in products:
+        if number in computed_inside:
             continue
         if number in absorbed:
-            base, tensor, scale, product = absorbed[number]
-            sign = -1.0 if one.op == "sub" else 1.0
-            in_place = overwritable(base, number) and base != tensor
-            steps.append((number, functools.partial(_add_scaled, base, tensor, scale, sign, in_place)))
+            base, tensors = absorbed[number].base, absorbed[number].tensors
+            in_place = overwritable(base, number) and base not in tensors
+            steps.append((number, functools.partial(_add_product, absorbed[number], in_place)))
             home[number] = home.get(base, number) if in_place else number
             continue
         args = one.args
@@ -123,22 +124,54 @@ def _plan(program: Program) -> list[tuple[int, Any]]:
     return steps
 
 
-def _scaled_additions(program: Program, uses: list[int]) -> dict[int, tuple[int, int, Any, int]]:
-    """Additions ``a ± s * b`` whose product nobody else needs: one operator instead of two."""
-    found: dict[int, tuple[int, int, Any, int]] = {}
+class _Sum(NamedTuple):
+    """An addition that computes its second operand too: one operator instead of two or three.
+
+    Attributes:
+        op: the operator: ``add`` for ``base ± scale * a``, ``addcmul`` for ``base ± scale * (a * b)``, ``addcdiv`` for
+            ``base ± scale * (a / b)``, ``lerp`` for ``base + scale * (a - base)``.
+        tensors: ``a`` and ``b``.
+        inner: the instructions that are computed inside.
+    """
+
+    op: str
+    base: int
+    tensors: tuple[int, ...]
+    scale: Any
+    sign: float
+    inner: tuple[int, ...]
+
+
+def _scaled_additions(program: Program, uses: list[int]) -> dict[int, _Sum]:
+    """Additions ``a ± s * b`` whose product nobody else needs."""
+
+    def is_inner(a: Any) -> bool:
+        return isinstance(a, int) and uses.count(a) == 1 and a not in program.outputs and a not in found
+
+    def is_tensor(a: Any) -> bool:
+        if not isinstance(a, int) or program.scalar(a):
+            return False
+        one = program.instructions[a]  # a choice made once for the whole list may be a number
+        return one.op != "where" or all(map(is_tensor, one.args[1:]))
+
+    found: dict[int, _Sum] = {}
     for number, one in program.maths:
-        if one.op not in ("add", "sub"):
+        if one.op not in ("add", "sub") or not is_tensor(one.args[0]) or not is_inner(one.args[1]):
             continue
         base, product = one.args
-        if not isinstance(base, int) or program.scalar(base) or not isinstance(product, int):
+        scalars = [a for a in program.instructions[product].args if not is_tensor(a)]
+        tensors = [a for a in program.instructions[product].args if is_tensor(a)]
+        if program.instructions[product].op != "mul" or len(scalars) != 1 or len(tensors) != 1:
             continue
-        inner = program.instructions[product]
-        if inner.op != "mul" or uses.count(product) != 1 or product in program.outputs or product in found:
+        sign, last = -1.0 if one.op == "sub" else 1.0, program.instructions[tensors[0]]
+        found[number] = _Sum("add", base, (tensors[0],), scalars[0], sign, (product,))
+        op = {"mul": "addcmul", "div": "addcdiv", "sub": "lerp"}.get(last.op)
+        if op is None or not is_inner(tensors[0]) or not all(map(is_tensor, last.args)):
             continue
-        scalars = [a for a in inner.args if isinstance(a, Constant) or program.scalar(a)]
-        tensors = [a for a in inner.args if a not in scalars]
-        if len(scalars) == 1 and len(tensors) == 1:
-            found[number] = (base, tensors[0], scalars[0], product)
+        if op != "lerp":
+            found[number] = _Sum(op, base, last.args, scalars[0], sign, (product, tensors[0]))
+        elif last.args[1] == base and one.op == "add":
+            found[number] = _Sum(op, base, last.args[:1], scalars[0], sign, (product, tensors[0]))
     return found
 
 
@@ -146,14 +179,14 @@ def _value(values: list[Any], a: Any) -> Any:
     return a.value if isinstance(a, Constant) else values[a]
 
 
-def _add_scaled(
-    base: int, tensor: int, scale: Any, sign: float, in_place: bool, values: list[Any], compute: torch.dtype
-) -> Any:
-    alpha = sign * _value(values, scale)
-    if in_place:
-        foreach_add_(values[base], values[tensor], alpha=alpha)
-        return values[base]
-    return list(foreach_add(values[base], values[tensor], alpha=alpha))
+def _add_product(sum: _Sum, in_place: bool, values: list[Any], compute: torch.dtype) -> Any:
+    base, scale = values[sum.base], sum.sign * _value(values, sum.scale)
+    run = FOREACH[sum.op + "_" * in_place]
+    if sum.op == "add":
+        result = run(base, values[sum.tensors[0]], alpha=scale)
+    else:
+        result = run(base, *(values[a] for a in sum.tensors), scale)
+    return base if in_place else list(result)
 
 
 def _apply(op: str, args: tuple[Any, ...], in_place: bool, values: list[Any], compute: torch.dtype) -> Any:

@@ -7,7 +7,6 @@ lock when the process ends, however it ends. All processes check the directory f
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shutil
@@ -22,7 +21,15 @@ from pathlib import Path
 
 import torch
 
-from offbeat.engine.cpu.compiler import CompilerError, cache_directory, find_compiler, version_of, why_no_compiler
+from offbeat.engine.cpu.compiler import (
+    CompilerError,
+    cache_directory,
+    cached,
+    digest,
+    find_compiler,
+    version_of,
+    why_no_compiler,
+)
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -41,14 +48,23 @@ rm -rf "$work"
 
 
 class Build:
-    """The library for this Python, torch and compiler. Raises :class:`CompilerError` if there can be none."""
+    """The library for this Python, torch and compiler. Raises :class:`CompilerError` if there can be none.
+
+    Where it cannot be compiled, one that any compiler made from the same source for the same torch and Python is used.
+    """
 
     def __init__(self) -> None:
-        if reason := why_no_compiler():
-            raise CompilerError(reason)
-        self._command = _command()
+        name, self._command = f"reader-{_digest()}", list[str]()
+        try:
+            self._command = _command()
+        except CompilerError as error:
+            found = cached(f"{name}-*.so")
+            if not found:
+                raise
+            self.library, self._why_not = found[0], str(error)
+            return
         directory = cache_directory()
-        name = f"reader-{_digest(self._command)}"
+        name += f"-{_digest_of_build(self._command)}"
         self.library, self._failure, self._lock = (directory / f"{name}{end}" for end in (".so", ".failed", ".lock"))
         self._began = time.time()
         self._deadline = time.monotonic() + SECONDS
@@ -59,6 +75,8 @@ class Build:
         """The library, or None while this or another process compiles it."""
         if self.library.exists():
             return self.library
+        if not self._command:
+            raise CompilerError(self._why_not)
         running = self._process is not None and self._process.poll() is None
         if time.monotonic() > self._deadline:
             if running:
@@ -81,7 +99,8 @@ class Build:
 
     def discard(self) -> None:
         """Remove the library because it cannot be loaded; it will be built again."""
-        self.library.unlink(missing_ok=True)
+        if self._command:
+            self.library.unlink(missing_ok=True)
 
     def _look_for_results(self) -> None:
         """Raise if the compiler has failed for another process since this one started."""
@@ -141,7 +160,9 @@ def _torch_directory() -> Path:
 
 
 def _command() -> list[str]:
-    """The compiler with its options, if the headers are there."""
+    """The compiler with its options, if the headers are there. Raises :class:`CompilerError`."""
+    if reason := why_no_compiler():
+        raise CompilerError(reason)
     compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
     if compiler is None:
         raise CompilerError(f"no C++ compiler ({os.environ.get('CXX') or 'c++, g++ or clang++'}) was found; set CXX")
@@ -161,11 +182,18 @@ def _libraries() -> list[str]:
     return [f"-L{directory}", "-lc10", "-ltorch_cpu", "-ltorch_python", f"-Wl,-rpath,{directory}", *allow]
 
 
-def _digest(command: list[str]) -> str:
-    """A hash of all that the library depends on. When torch was installed counts: a local build keeps its version."""
+def _installed() -> list[os.stat_result]:
+    return [file.stat() for file in sorted(_torch_directory().glob("lib/*torch_python.*"))]
+
+
+def _digest() -> str:
+    """A hash of what the library must fit, whoever compiled it: the source, torch and Python."""
+    sizes = [file.st_size for file in _installed()]
+    parts = [SOURCE.read_text(), torch.__version__, torch.version.git_version, sizes, platform.machine()]
+    return digest(repr([*parts, sysconfig.get_config_var("SOABI"), OPTIONS]))
+
+
+def _digest_of_build(command: list[str]) -> str:
+    """A hash of the rest. When torch was installed counts: a local build keeps its version."""
     compiler = version_of(tuple(command[: command.index(OPTIONS[0])]))
-    files = sorted(_torch_directory().glob("lib/*torch_python.*"))
-    installed = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    parts = [SOURCE.read_text(), torch.__version__, torch.version.git_version, installed, platform.machine()]
-    parts += [sysconfig.get_config_var("SOABI"), compiler, command, _libraries()]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return digest(repr([compiler, command, _libraries(), [file.st_mtime_ns for file in _installed()]]))[:8]

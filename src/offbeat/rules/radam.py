@@ -39,16 +39,15 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
         "rest2": 1 - beta2,
         "eps": h.eps,
         "rectified": where(rho > 5.0, 1.0, 0.0),
-        "plain_size": step_size,
-        "adaptive_size": step_size * rectification * sqrt(correction2),
+        "step_size": where(rho > 5.0, step_size * rectification * sqrt(correction2), step_size),
     }
 
 
 def radam(p, g, exp_avg, exp_avg_sq, c):  # type: ignore[no-untyped-def]
     p, g = decayed(p, g, c)
     exp_avg, exp_avg_sq = moments(g, exp_avg, exp_avg_sq, c)
-    adaptive = c.adaptive_size * (exp_avg / (sqrt(exp_avg_sq) + c.eps))
-    return p - where(c.rectified > 0, adaptive, c.plain_size * exp_avg), exp_avg, exp_avg_sq
+    denominator = where(c.rectified > 0, sqrt(exp_avg_sq) + c.eps, 1.0)
+    return p - c.step_size * (exp_avg / denominator), exp_avg, exp_avg_sq
 
 
 RADAM = Rule(

@@ -113,6 +113,7 @@ class Surface:
         eager_state: state is created with the optimizer, not at the first step.
         example: a module and its input, for the example in the docstring.
         native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
+        native_takes: whether that operator is right for tensors of a dtype on the CPU.
     """
 
     flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
@@ -123,6 +124,7 @@ class Surface:
     eager_state: bool = False
     example: tuple[str, str] = ("torch.nn.Linear(4, 2)", "torch.ones(3, 4)")
     native: Callable[..., None] | None = None
+    native_takes: Callable[[Any], bool] = lambda dtype: True
 
 
 @dataclass(frozen=True, eq=False)

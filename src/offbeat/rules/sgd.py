@@ -87,6 +87,8 @@ SGD = Rule(
     first_step_differs=lambda h: h.dampening != 0,
     compact=True,
     surface=Surface(
-        flags=("maximize", "foreach", "differentiable", "fused"), native=native if "sgd" in _torch.FUSED else None
+        flags=("maximize", "foreach", "differentiable", "fused"),
+        native=native if "sgd" in _torch.FUSED else None,
+        native_takes=_torch.fused_sgd_is_right,
     ),
 )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from offbeat.engine.cpu.compiler import CompilerError, load, why_no_compiler
+from offbeat.engine.cpu.compiler import CompilerError, load, why_not_wanted
 
 if TYPE_CHECKING:
     from offbeat.wire.fused import FusedCodec
@@ -60,8 +60,8 @@ class NativeKernels:
 
 
 def native_kernels() -> NativeKernels | None:
-    """The kernels, or None where there is no compiler."""
-    return None if why_no_compiler() else _once()
+    """The kernels, or None where they can be neither compiled nor loaded."""
+    return None if why_not_wanted() else _once()
 
 
 @functools.cache

@@ -1,12 +1,14 @@
 """Turns a kernel's C source into a loaded library, once per machine.
 
-Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory) under a name
-made from the source, the compiler and the processor.
+Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory). A library's name is
+made from the source, the processor and the compiler. Where there is no compiler, a library that any compiler made from
+the same source for the same processor is loaded: the options allow none of them to change a result.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -41,12 +43,17 @@ def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
     return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
 
 
-def why_no_compiler() -> str | None:
-    """Why kernels cannot be compiled here, or None if they can."""
+def why_not_wanted() -> str | None:
+    """Why compiled kernels are not used at all, wherever they come from; None if they are."""
     if os.environ.get("OFFBEAT_NO_COMPILER"):
         return "OFFBEAT_NO_COMPILER is set"
-    if sys.platform == "win32":
-        return "compiled kernels are not supported on Windows"
+    return "compiled kernels are not supported on Windows" if sys.platform == "win32" else None
+
+
+def why_no_compiler() -> str | None:
+    """Why kernels cannot be compiled here, or None if they can."""
+    if reason := why_not_wanted():
+        return reason
     if find_compiler() is None:
         wanted = os.environ.get("CC") or "cc, gcc or clang"
         return f"no C compiler ({wanted}) was found; install one, or set CC"
@@ -59,27 +66,31 @@ def version_of(compiler: tuple[str, ...]) -> str:
     return _run([*compiler, "--version"]).stdout
 
 
+#: Lines of /proc/cpuinfo that say which instructions a processor has.
+_PROCESSOR = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
+
+
 @functools.cache
-def _fingerprint() -> str:
-    """Compiler and processor: a library built by or for another is not reused."""
-    version = version_of(find_compiler() or ())
+def _target() -> str:
+    """The processor and the options: a library built for others is not used."""
     try:
         cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-        cpu = "\n".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags", "Features")))
+        cpu = "\n".join(line for line in cpu.splitlines() if line.startswith(_PROCESSOR))
     except OSError:
         cpu = platform.processor()
-    return "\n".join((version, platform.machine(), cpu, " ".join(OPTIONS)))
+    return "\n".join((platform.machine(), cpu, " ".join(OPTIONS)))
+
+
+def digest(text: str) -> str:
+    """A short hash, for the name of a file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def cache_directory() -> Path:
     """A directory of this user's own; a shared one could hold somebody else's code."""
-    if configured := os.environ.get("OFFBEAT_CACHE_DIR"):
-        directory = Path(configured)
-    else:
-        try:
-            directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
-        except RuntimeError:  # the user has no home directory
-            return _private_directory()
+    directory = _configured_directory()
+    if directory is None:
+        return _private_directory()
     if problem := _why_not_trusted(directory):
         _warn_once(
             f"{problem}; kernels are compiled anew in every process. Set OFFBEAT_CACHE_DIR to a directory of yours"
@@ -88,14 +99,35 @@ def cache_directory() -> Path:
     return directory
 
 
-def _why_not_trusted(directory: Path) -> str | None:
+def cached(pattern: str) -> list[Path]:
+    """Files of the cache, the newest first. The cache need not be writable, so it may be part of a container image."""
+    directory = _configured_directory()
+    if directory is None or not directory.is_dir():
+        return []
+    if problem := _why_not_trusted(directory, writable=False):
+        _warn_once(f"{problem}; its kernels are not used. Set OFFBEAT_CACHE_DIR to a directory of yours")
+        return []
+    return sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+
+
+def _configured_directory() -> Path | None:
+    if configured := os.environ.get("OFFBEAT_CACHE_DIR"):
+        return Path(configured)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "offbeat"
+    except RuntimeError:  # the user has no home directory
+        return None
+
+
+def _why_not_trusted(directory: Path, *, writable: bool = True) -> str | None:
     """Who can write to the directory can make this process run any code. None if that is this user alone."""
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if writable:
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = directory.stat()
     except OSError as error:
         return f"the cache directory {directory} cannot be used: {error}"
-    if found.st_uid != os.getuid():
+    if found.st_uid not in (os.getuid(), 0):  # root can change this program anyway
         return (
             f"the cache directory {directory} is not trusted: it belongs to user {found.st_uid}, not to {os.getuid()}"
         )
@@ -103,9 +135,24 @@ def _why_not_trusted(directory: Path) -> str | None:
         return (
             f"the cache directory {directory} is not trusted: others may write to it (mode {found.st_mode & 0o777:o})"
         )
-    if not os.access(directory, os.W_OK):
+    if writable and not os.access(directory, os.W_OK):
         return f"the cache directory {directory} cannot be written to"
     return None
+
+
+def warn_of_torch(reason: str) -> None:
+    """Say once in a process that steps are slower than they could be, and what to do about it."""
+    if why_not_wanted() is None and not _warned:
+        _warned.append(reason)
+        warnings.warn(
+            f"offbeat has no compiled kernels for the CPU: {reason}. Steps use torch's own operators, most of which "
+            "are slower. Install a C compiler; or fill a cache on a machine that has one, copy it and set "
+            "OFFBEAT_CACHE_DIR to it; or set OFFBEAT_NO_COMPILER=1, which also silences this warning",
+            stacklevel=2,
+        )
+
+
+_warned: list[str] = []
 
 
 @functools.cache
@@ -123,16 +170,18 @@ def _private_directory() -> Path:
 @functools.lru_cache(maxsize=1024)
 def load(source: str) -> ctypes.CDLL:
     """The library made from ``source``. Raises :class:`CompilerError`."""
-    if reason := why_no_compiler():
+    name = digest(source + _target())
+    reason = why_no_compiler()
+    if reason is None:
+        path = cache_directory() / f"{name}-{digest(version_of(find_compiler() or ()))[:8]}.so"
+        known = [path] if path.exists() else []
+    else:
+        known = cached(f"{name}-*.so")
+    for one in known:
+        with contextlib.suppress(OSError):  # damaged, or built for another system: build it anew
+            return ctypes.CDLL(str(one))
+    if reason is not None:
         raise CompilerError(reason)
-    digest = hashlib.sha256((source + _fingerprint()).encode()).hexdigest()[:32]
-    directory = cache_directory()
-    path = directory / f"{digest}.so"
-    if path.exists():
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:  # damaged, or built for another system: build it anew
-            pass
     problem: OSError | None = None
     for own_threads in (False, True):
         try:

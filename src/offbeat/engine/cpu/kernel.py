@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offbeat.engine.cpu.compiler import CompilerError, load, why_no_compiler
+from offbeat.engine.cpu.compiler import CompilerError, load, why_not_wanted
 from offbeat.engine.trace import Constant, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
@@ -58,7 +58,7 @@ class CpuKernel:
 
 def cpu_kernel(typed: TypedProgram) -> CpuKernel | str:
     """The kernel, compiled on first use, or the reason there is none."""
-    return why_no_compiler() or _compiled(typed)
+    return why_not_wanted() or _compiled(typed)
 
 
 @functools.lru_cache(maxsize=1024)
