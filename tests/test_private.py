@@ -284,10 +284,13 @@ def test_a_step_without_what_makes_it_fast():
 def test_one_by_one_is_what_the_operator_does(name):
     torch.manual_seed(0)
     word = name.removesuffix("_")
-    two = word in ("add", "sub", "mul", "div", "maximum", "minimum", "copy")
-    others = [[[torch.randn(3), torch.randn(2, 2)]], [0.5]] if two else [[]]
-    for operands in others[:1] if word == "copy" else others:
-        for options in [{}, {"alpha": 0.25}] if word == "add" and isinstance(operands[0], list) else [{}]:
+    two = word in ("add", "sub", "mul", "div", "maximum", "minimum", "copy", "lerp")
+    lists = [[torch.randn(3), torch.randn(2, 2)] for _ in range(2)]
+    others = [lists[:1], [0.5]] if two else [lists] if word in ("addcmul", "addcdiv") else [[]]
+    given = {"add": [{}, {"alpha": 0.25}], "addcmul": [{"value": 0.25}], "addcdiv": [{"value": 0.25}]}
+    given["lerp"] = [{"weight": 0.25}]
+    for operands in others[:1] if word in ("copy", "lerp") else others:
+        for options in given.get(word, [{}]) if operands and isinstance(operands[0], list) else [{}]:
             a, b = ([torch.linspace(-1, 2, 3), torch.linspace(0, 3, 4).view(2, 2)] for _ in range(2))
             result = _torch._one_by_one(name)(a, *operands, **options)
             expected = _torch.FOREACH[name](b, *operands, **options)

@@ -18,11 +18,10 @@ from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
 from offbeat.engine.reader import compiled_reader, shapes_of
+from offbeat.engine.tensors import is_plain
 
 #: What the compiled reader returns if a distributed gradient's specification is new to it.
 UNKNOWN = -2
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class AddressBook:
@@ -146,7 +145,7 @@ class AddressBook:
     def _address(self, column: int, row: int, t: Any) -> int | None:
         """Where a tensor lies (an empty one: 0), or None if it is not what is expected there."""
         dtype = self._dtypes[column]
-        if type(t) not in _PLAIN or t.dtype is not dtype or t.device != self._device:
+        if not is_plain(t) or t.dtype is not dtype or t.device != self._device:
             return None
         shape, strides, numel = self._shapes[row]
         try:
@@ -170,7 +169,7 @@ def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> b
 
 def _place(t: Tensor) -> int | None:
     try:
-        return t.data_ptr() if type(t) in _PLAIN else None
+        return t.data_ptr() if is_plain(t) else None
     except RuntimeError:  # the tensor has no memory of its own
         return None
 

@@ -82,6 +82,9 @@ class Batch:
 
     def prepare(self, options: Options) -> bool:
         """Work out the numbers of the step; raises if they make no sense. False if the batch does not fit."""
+        if self._symbolic:
+            options.sample_coefficients()
+            return True
         stored = [column.raw() for column in self.scalars]
         known = self._sets_for is not None and self._sets_for[0] is options and self._sets_for[1] == stored
         if not known:
@@ -220,13 +223,6 @@ class LoopBatch(TensorBatch):
 
     def _set_up(self, options: Options) -> None:
         pass  # nothing is read again
-
-    def prepare(self, options: Options) -> bool:
-        """Work out the numbers of the step; raises if they make no sense."""
-        if self._symbolic:
-            options.sample_coefficients()
-            return True
-        return super().prepare(options)
 
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
         if not self._symbolic:

@@ -181,11 +181,8 @@ def _value(values: list[Any], a: Any) -> Any:
 
 def _add_product(sum: _Sum, in_place: bool, values: list[Any], compute: torch.dtype) -> Any:
     base, scale = values[sum.base], sum.sign * _value(values, sum.scale)
-    run = FOREACH[sum.op + "_" * in_place]
-    if sum.op == "add":
-        result = run(base, values[sum.tensors[0]], alpha=scale)
-    else:
-        result = run(base, *(values[a] for a in sum.tensors), scale)
+    name = {"add": "alpha", "lerp": "weight"}.get(sum.op, "value")
+    result = FOREACH[sum.op + "_" * in_place](base, *(values[a] for a in sum.tensors), **{name: scale})
     return base if in_place else list(result)
 
 
