@@ -142,3 +142,5 @@ def test_options_that_are_passed_on_are_those_of_the_class():
 
 def test_the_package_says_that_it_has_types():
     assert (SOURCE / "py.typed").exists()
+    data = re.search(r"\[tool.setuptools.package-data\]\noffbeat = (.*)", (ROOT / "pyproject.toml").read_text())[1]
+    assert {"py.typed", "**/*.pyi"} <= set(json.loads(data))

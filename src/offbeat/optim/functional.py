@@ -69,9 +69,18 @@ def as_functional(optim_cls: Any, params: Any = None, *args: Any, **hyper: Any) 
 
 
 class FunctionalOptimizer:
-    """See :func:`as_functional`.
+    """An optimizer that takes explicit gradients. Made by :func:`as_functional`.
 
     Several threads may step at the same time, each with its own gradients; updates happen one after the other.
+
+    Example:
+        >>> import torch, offbeat
+        >>> w, b = torch.ones(2), torch.ones(1)
+        >>> functional = offbeat.as_functional(offbeat.SGD, [w], lr=0.5)
+        >>> functional.step([torch.ones(2)])
+        >>> functional.step_param(b, torch.ones(1))  # joins the last group
+        >>> w, b
+        (tensor([0.5000, 0.5000]), tensor([0.5000]))
     """
 
     def __init__(self, optim_cls: Callable[..., RuleOptimizer | Chain], params: Any, *args: Any, **hyper: Any) -> None:

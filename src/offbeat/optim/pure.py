@@ -64,7 +64,19 @@ def as_pure(
 
 
 class PureOptimizer:
-    """See :func:`as_pure`. Parameters and gradients are any nesting of dictionaries, lists and tuples of tensors."""
+    """An update rule as functions without side effects. Made by :func:`as_pure`.
+
+    Parameters and gradients are any nesting of dictionaries, lists and tuples of tensors.
+
+    Example:
+        >>> import torch, offbeat
+        >>> adamw = offbeat.as_pure(offbeat.AdamW)
+        >>> params = [torch.ones(2), {"bias": torch.zeros(1)}]
+        >>> state = adamw.init(params)
+        >>> sorted(state[0])
+        ['exp_avg', 'exp_avg_sq', 'step']
+        >>> new_params, state = adamw.update(params, [torch.ones(2), {"bias": None}], state, lr=0.5)
+    """
 
     def __init__(self, rule: Rule, hyper: dict[str, Any]) -> None:
         known = {one.name: one.default for one in rule.hyper}

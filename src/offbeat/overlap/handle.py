@@ -123,7 +123,21 @@ def overlap_of(optimizer: Optimizer) -> Overlap | None:
 
 
 class Overlap:
-    """The handle of an overlapped optimizer. Made by :func:`overlap`."""
+    """The handle of an overlapped optimizer. Made by :func:`overlap`.
+
+    Example:
+        >>> import torch, offbeat
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        >>> handle = offbeat.overlap(optimizer, model, clip_norm=float("inf"))  # measures and does not clip
+        >>> with handle.accumulate():
+        ...     model(torch.ones(1, 4)).sum().backward()
+        >>> model(torch.ones(1, 4)).sum().backward()  # updates with the sum of both
+        >>> optimizer.step()
+        >>> handle.last_norm
+        tensor(6.3246)
+        >>> handle.remove()
+    """
 
     def __init__(self, step: Step, source: Source, scaler: GradScaler | None, wrapper: str | None = None) -> None:
         self._wrapper = wrapper  # the class of a framework's wrapper that the optimizer was found in
