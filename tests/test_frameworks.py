@@ -7,6 +7,7 @@ and Fabric's module.
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from typing import Any
 
@@ -264,6 +265,34 @@ def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+def test_modules_without_anything_to_train(one_rank):
+    model = make().requires_grad_(False)
+    optimizer = offbeat.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="none of the optimizer's parameters has requires_grad"):
+        offbeat.LocalSGD(optimizer, model)
+    handle = offbeat.overlap(optimizer, model, clip_norm=1.0)
+    before = [p.clone() for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert handle.last_norm is None
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_the_record_of_old_values_closes_its_file():
+    from offbeat.sync.undo import Undo
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        undo = Undo("disk")
+        undo.keep(torch.ones(3))
+        file = undo._file
+        del undo
+        gc.collect()
+        assert file.closed
+        del file
+    assert caught == []
 
 
 # State dicts in the wrong hands

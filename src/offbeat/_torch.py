@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -413,6 +413,16 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 # Optimizers and GradScaler.
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Keep ``torch.compile`` out of a function. Imports torch's compiler only when the function is called."""
+    lazy: Any = _get("torch._disable_dynamo") or torch.compiler.disable
+    kept_out: Function = lazy(function)
+    return kept_out
+
+
 _AMP = "_step_supports_amp_scaling"
 
 
@@ -677,6 +687,10 @@ PRIVATE: tuple[Private, ...] = (
     ),
     _PROFILER,
     _STEP_HOOKS,
+    Private(
+        "torch._disable_dynamo", "keeping torch.compile out of a step", "import offbeat imports torch's compiler, too",
+        lambda: callable(_get("torch._disable_dynamo")),
+    ),
     Private(
         "torch._C._len_torch_dispatch_stack, _get_dispatch_mode, _TorchDispatchModeKey, torch._subclasses.fake_tensor",
         "whether make_fx or FakeTensorMode traces a step", "under any dispatch mode, or always, the loop tier runs",

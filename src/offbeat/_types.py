@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -14,9 +13,7 @@ if TYPE_CHECKING:
 
     from offbeat._torch import GradBucket
 
-__all__ = ["CommHook", "Group", "Params", "untraced"]
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+__all__ = ["CommHook", "Group", "Params"]
 
 #: Parameters, named parameters, or groups. As torch's ``ParamsT``, but a list of dictionaries with different keys is
 #: inferred to be one by mypy too.
@@ -28,6 +25,3 @@ CommHook: TypeAlias = "Callable[[Any, GradBucket], Future[Tensor]]"
 #: A process group. To type checkers ``torch.distributed.new_group`` may also return a number, which stands for "this
 #: rank is not in it" and raises where a group is needed.
 Group: TypeAlias = "ProcessGroup | int"
-
-#: ``torch.compiler.disable``, which has no type, as the decorator of a function that keeps its own.
-untraced = cast("Callable[[Function], Function]", torch.compiler.disable)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from offbeat import _torch
 from offbeat._names import check_names, nearest
-from offbeat._types import Params, untraced
+from offbeat._types import Params
 from offbeat.engine.choice import Choice, is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
 from offbeat.engine.options import Options, hyperparameters
@@ -152,7 +152,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         return self._step(closure, clip, zero_grad)
 
     # A step is a few calls of compiled kernels: there is nothing to gain by tracing it.
-    @untraced
+    @_torch.untraced
     def _step_untraced(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         return self._step(closure, clip, zero_grad)
 
@@ -316,7 +316,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             result = result if changed is None else changed
         return result
 
-    @untraced
+    @_torch.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class or of torch.optim's class of the same name.
 

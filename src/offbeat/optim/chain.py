@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
-from offbeat._types import Group, untraced
+from offbeat._types import Group
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.checkpoint import check_not_wrappers
@@ -244,7 +244,7 @@ class Chain(Optimizer):
             result = result if changed is None else changed
         return result
 
-    @untraced
+    @_torch.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of a chain of the same optimizers. If one of them raises, nothing has changed."""
         state_dict = dict(state_dict)

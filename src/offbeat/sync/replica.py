@@ -208,6 +208,11 @@ class Replica(OptimizerWrapper, Joinable):
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
         check_cover(self._ddp, self._contents.params(), self._everyone.size)
+        if not self._contents.params():
+            raise ValueError(
+                "none of the optimizer's parameters has requires_grad, so that there is nothing to train or average; "
+                "unfreeze some of them first"
+            )
         for level in levels:  # raises if there are too few parameters for its fragments
             level.cut({name: p.numel() for name, p in self._contents.params().items()}, self._contents.frozen())
         if sync_init:

@@ -11,6 +11,7 @@ import ctypes
 import os
 import tempfile
 import warnings
+import weakref
 from typing import Any, get_args
 
 import torch
@@ -76,6 +77,7 @@ class Undo:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+                weakref.finalize(self, self._file.close)
             start = int(self._file.tell())
             flat = flat.cpu()
             left = _memory(flat)
