@@ -16,22 +16,30 @@ COMPAT_TESTS := against_torch cuda distributed functional local_sgd optim_db opt
 .PHONY: help demo test lint types imports unit compat bench convergence docs clean
 
 help:
-	@echo "make demo   several processes train a small model together and show what they gained"
+	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
 	@echo "make test   lint, types, direction of imports, all tests"
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
 	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
 
-# torch comes first and pinned: asked for by another package it would be whichever build is newest.
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+# What a user has: torch and the command line. torch comes first and pinned: asked for by another package it would be
+# whichever build is newest.
+$(VENV)/base: pyproject.toml constraints.txt
+	@echo "setting up $(VENV) with PyTorch; the first time this takes a few minutes"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli]"
+	@touch $@
+
+# And what the other targets need.
+$(VENV)/ready: $(VENV)/base
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
 	touch $@
 
-demo: $(VENV)/ready
-	$(BIN)/offbeat demo
+demo: $(VENV)/base
+	@echo "loading PyTorch ..."
+	@$(BIN)/offbeat demo
 
 test: lint types imports unit
 

@@ -1,16 +1,15 @@
-"""The demo, run as a user runs it: in processes of its own, to the end, or into a failure."""
+"""The demo, run as a user runs it: in processes of its own, to the end or into a failure."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
-from functools import partial
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -22,201 +21,210 @@ pytest.importorskip("rich")
 
 from typer.testing import CliRunner
 
-from offbeat.cli import app, launch
-from offbeat.cli.data import read_corpus
-from offbeat.cli.report import ArmReport, Timing, sentences
-from offbeat.cli.train import Job
+from offbeat.cli import backward, link, sites
+from offbeat.cli.app import app
+from offbeat.cli.data import read_text
+from offbeat.cli.screen import backward_table, sites_table, summary
 
 SOURCE = Path(__file__).parent.parent / "src"
 SECONDS = 150
+SMALL = ("--seconds", "1", "--mbit", "1000")
 
 
-def start(*options: str, **environment: str) -> subprocess.Popen[str]:
-    """The demo in a session of its own, by which its processes are found again."""
-    paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return subprocess.Popen(
-        [sys.executable, "-m", "offbeat.cli", "demo", *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Who runs in the background of a shell ignores interrupts, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+class Demo:
+    """The demo in processes that can be found again by a word in their environment."""
 
+    def __init__(self, *options: str) -> None:
+        self.tag = f"OFFBEAT_TEST={uuid.uuid4().hex}"
+        name, value = self.tag.split("=")
+        paths = [str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "offbeat", "demo", *options],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # Whoever runs in the background of a shell ignores interrupts, and so would its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return process.returncode, out, err
+    def wait_for(self, text: str) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} was never said: {self.finish()}")
 
-
-def alive(session: int) -> list[str]:
-    """The processes of a session that still run."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+    def finish(self) -> tuple[int, str, str]:
         try:
-            name, rest = stat.read_text().rsplit(")", 1)
-        except OSError:  # it ended while we looked
-            continue
-        state, _, _, of_session = rest.split()[:4]
-        if int(of_session) == session and state != "Z":
-            found.append(name)
-    return found
+            out, err = self.process.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            for pid in self.alive():
+                os.kill(pid, signal.SIGKILL)
+            raise
+        until = monotonic() + 5  # the system takes a moment
+        while self.alive() and monotonic() < until:
+            sleep(0.05)
+        assert self.alive() == {}, "processes are left"
+        return self.process.returncode, out, err
+
+    def alive(self) -> dict[int, list[str]]:
+        """Running processes and their commands."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is somebody else's
+                if self.tag.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
+        return found
+
+    def worker(self, rank: int) -> int:
+        (found,) = (pid for pid, words in self.alive().items() if words[4:5] == [str(rank)])
+        return found
 
 
-def assert_nobody_left(session: int) -> None:
-    until = monotonic() + 10  # multiprocessing's own helper process takes a moment to notice the end
-    while alive(session) and monotonic() < until:
-        sleep(0.1)
-    assert alive(session) == []
+@pytest.fixture(scope="module")
+def possible() -> list[str]:
+    return link.possible()
+
+
+def named_namespaces() -> set[str]:
+    folder = Path("/run/netns")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def rows_of(out: str, names: list[str]) -> list[list[float]]:
+    """The numbers behind each name, in the tables."""
+    lines = out.splitlines()
+    found = [[line for line in lines if line.startswith(name) and " step " not in line] for name in names]
+    assert [len(row) for row in found] == [1] * len(names)
+    return [[float(cell) for cell in row[0][38:].split()] for row in found]
 
 
 @pytest.mark.ranks
-def test_all_arms_learn_and_agree(tmp_path: Path) -> None:
-    process = start("--quick", "--json", str(tmp_path / "results.json"))
-    code, out, err = finish(process)
-    assert code == 0, f"exit code {code}: {out}{err}"
-    results = json.loads((tmp_path / "results.json").read_text())
-    torchs, ours, overlapped = results["arms"]
-    names = ["torch.optim.AdamW(fused=True)", "offbeat.AdamW", "offbeat.AdamW, overlap"]
-    assert [arm["name"] for arm in results["arms"]] == names
-    assert overlapped["parameter_digests"] == ours["parameter_digests"]
-    for arm in results["arms"]:
-        assert arm["held_out_loss_after"] < arm["held_out_loss_before"] - 0.3
-        assert arm["ranks_identical"] is True
-        assert len(arm["parameter_digests"]) == results["ranks"] == 2
-        assert arm["parameter_digests"][0] != arm["start_digest"]
-        assert arm["tier"] in " ".join(out.split())
-    assert torchs["start_digest"] == ours["start_digest"]
-    assert torchs["held_out_loss_before"] == ours["held_out_loss_before"]
-    assert results["largest_difference"] < 1e-3
-    assert "\x1b" not in out  # not a terminal: plain text
-    assert_nobody_left(process.pid)
+@pytest.mark.parametrize("way", ["namespaces", "pacing"])
+def test_small_but_whole(way: str, possible: list[str], tmp_path: Path) -> None:
+    if way not in possible:
+        pytest.skip(f"this system cannot limit a link by {way}")
+    before = named_namespaces()
+    code, out, err = Demo(*SMALL, "--link", way, "--json", str(tmp_path / "found.json")).finish()
+    assert code == 0, out + err
+    assert link.DESCRIPTIONS[way] in out
+    assert "starting 2 processes" in out
+    assert "\x1b" not in out  # not a terminal: no control codes
+    assert out.isascii()
+    assert max(map(len, out.splitlines())) <= 80
+    assert named_namespaces() <= before
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert " ".join(found["summary"].split()) in " ".join(out.split())
+
+    arms = found["sites"]["arms"]
+    assert list(arms) == [*sites.ARMS, sites.LONGER]
+    ddp, local, diloco, compressed, longer = rows_of(out, list(arms))
+    for row, arm in zip((ddp, local, diloco, compressed, longer), arms.values(), strict=True):
+        assert row[0] == arm["steps"] > 0
+        assert row[1] == pytest.approx(arm["steps"] / arm["seconds"], abs=0.06)
+        assert 2.0 < row[4] < 4.6  # 5.5 is what one starts from
+    assert ddp[0] == local[0] == diloco[0] == compressed[0]
+    # What the system counts is what should be sent: 4 bytes a parameter a step by DDP, and so on.
+    megabytes, rounds = 4e-6 * found["sites"]["parameters"], ddp[0] / 16
+    assert ddp[2] == pytest.approx(megabytes, rel=0.05)
+    assert local[2] == pytest.approx(megabytes * (2 * rounds + 1) / ddp[0], rel=0.05)  # one more at the end
+    assert 0.9 * megabytes / 16 < diloco[2] < 2.1 * megabytes / 16
+    assert compressed[2] == pytest.approx(diloco[2] * 4.25 / 32, rel=0.2)
+
+    everywhere, fused, ours, overlapped = rows_of(out, list(backward.ARMS))
+    assert everywhere[1] == fused[1] == ours[1] == pytest.approx(4e-6 * found["backward"]["parameters"], abs=0.06)
+    assert 1.0 <= overlapped[1] <= 2.0
+    assert found["backward"]["same_bits"] is True
 
 
 @pytest.mark.ranks
-def test_a_rank_that_dies_ends_the_demo() -> None:
-    process = start("--quick", OFFBEAT_DEMO_FAIL_RANK="1")
-    code, _, err = finish(process)
+def test_a_process_that_dies_is_named_at_once() -> None:
+    demo = Demo("--link", "none")
+    demo.wait_for("DDP ")
+    os.kill(demo.worker(1), signal.SIGKILL)
+    code, _, err = demo.finish()
     assert code == 1
-    assert "The demo failed: rank 1 died (exit code 13)" in " ".join(err.split())
-    assert_nobody_left(process.pid)
-
-
-@pytest.mark.ranks
-def test_a_rank_that_raises_is_reported_with_its_traceback() -> None:
-    process = start("--quick", GLOO_SOCKET_IFNAME="nosuchdevice0")
-    code, _, err = finish(process)
-    assert code == 1
-    assert "Traceback" in err
-    assert "nosuchdevice0" in err
-    assert "died (exit code 1)" in " ".join(err.split())
-    assert_nobody_left(process.pid)
-
-
-def _finishes_but_never_exits(rank: int, job: Any, on_step: Any) -> dict[str, int]:
-    """Leaves behind what would keep an interpreter from shutting down."""
-    threading.Thread(target=sleep, args=(SECONDS,)).start()
-    atexit.register(sleep, SECONDS)
-    on_step("arm", 1, 0.5)
-    return {"rank": rank}
-
-
-def _work_with(function: Any, rank: int, job: Any, reports: Any) -> None:
-    launch.train = function
-    launch._work(rank, job, reports)
-
-
-@pytest.mark.ranks
-@pytest.mark.timeout(60)
-def test_a_rank_that_has_its_result_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_work", partial(_work_with, _finishes_but_never_exits))
-    heard: list[Any] = []
-    job = Job(ranks=2, steps=1, seed=0, directory=tmp_path)
-    assert launch.launch(job, lambda *report: heard.append(report)) == [{"rank": 0}, {"rank": 1}]
-    assert heard == [("arm", 1, 0.5)]
+    assert re.search(r"The demo failed: process 1 was killed by SIGKILL while: \w+", " ".join(err.split()))
 
 
 @pytest.mark.ranks
 def test_an_interrupt_stops_every_process() -> None:
-    process = start("--steps", "100")
-    assert process.stdout is not None
-    for line in process.stdout:
-        if " step " in line:  # training has begun
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    code, _, err = finish(process)
-    assert code == 130
-    assert "interrupted" in err
-    assert "Traceback" not in err
-    assert_nobody_left(process.pid)
+    demo = Demo("--link", "none")
+    demo.wait_for("DDP ")
+    demo.process.send_signal(signal.SIGINT)
+    code, _, err = demo.finish()
+    assert (code, err) == (130, "interrupted; all processes were stopped\n")
+
+
+@pytest.mark.ranks
+def test_workers_leave_when_their_parent_is_killed(possible: list[str]) -> None:
+    demo = Demo("--link", possible[0])
+    demo.wait_for("DDP ")
+    demo.process.kill()
+    code, _, _ = demo.finish()
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--ranks", "1"], r"'--ranks'.* 2\b"),
-        (["--ranks", "1000"], r"'--ranks'.* 64\b"),
-        (["--steps", "3"], r"'--steps'.* 10\b"),
-        (["--seed", "-1"], r"'--seed'.* 0\b"),
-        (["--json", "/no/such/directory/file.json"], "the directory of /no/such/directory/file.json does not exist"),
+        (["--seconds", "0"], r"'--seconds'.* 1\b"),
+        (["--mbit", "0"], r"'--mbit'.* 1\b"),
+        (["--link", "magic"], "magic"),
+        (["--json", "/no/such/directory/file.json"], "/no/such/directory/file.json cannot be written"),
         (["--json", "/"], "is a directory"),
-        (["--quick", "--steps", "20"], "exclude each other"),
     ],
 )
 def test_options_are_checked(options: list[str], named: str) -> None:
     result = CliRunner().invoke(app, ["demo", *options], env={"COLUMNS": "1000"})
     assert result.exit_code == 2
-    assert re.search(named, result.output)  # typer's own words for a range differ between its versions
+    assert re.search(named, result.output)  # typer's own words differ between its versions
+
+
+def test_a_link_that_is_not_possible_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "possible", lambda: ["none"])
+    result = CliRunner().invoke(app, ["demo", "--link", "namespaces"], env={"COLUMNS": "1000"})
+    assert result.exit_code == 2
+    assert "cannot make a slow link by 'namespaces', only by: none" in result.output
+
+
+def figures(*, ours: float, mb: float | None = 2.9) -> tuple[dict[str, Any], dict[str, Any]]:
+    arm = {"steps": 100, "seconds": 20.0, "worst_ms": 12345.6, "mb_per_step": mb, "held_out_loss": 2.5}
+    arms: dict[str, Any] = {name: dict(arm) for name in [*sites.ARMS, sites.LONGER]}
+    arms[sites.LONGER].update(steps=int(100 * ours), held_out_loss=2.5 / ours, mb_per_step=mb and mb / ours)
+    steps: dict[str, Any] = {name: {"ms": 20.0, "gradient_mb": 26.0} for name in backward.ARMS}
+    steps[list(backward.ARMS)[-1]] = {"ms": 20.0 / ours, "gradient_mb": 26.0 / ours}
+    part2 = {"arms": steps, "parameters": 10_000_000, "tensors": 1000, "steps": 1000, "same_bits": True}
+    return {"arms": arms, "parameters": 10_000_000}, part2
+
+
+def test_the_last_line_is_true_for_good_and_bad_numbers() -> None:
+    good = summary(100, *figures(ours=2.0))
+    assert "DDP made 100 steps over 100 Mbit/s, to a loss of 2.50" in good
+    assert "int4 made 200, to 1.25, with 50.0% of the bytes a step" in good
+    assert "took 50% of the time" in good
+    bad = summary(100, *figures(ours=0.5))
+    assert "int4 made 50, to 5.00, with 200.0% of the bytes a step" in bad
+    assert "took 200% of the time" in bad
+    assert "bytes" not in summary(100, *figures(ours=2.0, mb=None))
+
+
+def test_tables_fit_into_80_columns() -> None:
+    first, second = figures(ours=50.0)
+    for table in (sites_table(first), backward_table(second)):
+        assert max(map(len, table.splitlines())) <= 80
 
 
 def test_a_library_without_sources_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="holds 0 bytes of Python source"):
-        read_corpus(directory=tmp_path)
+    with pytest.raises(FileNotFoundError, match="has only 0 bytes of Python source"):
+        read_text(tmp_path)
 
 
 def test_held_out_files_are_not_trained_on(tmp_path: Path) -> None:
     for i in range(30):
         (tmp_path / f"{i:02}.py").write_bytes(bytes([i]) * 20_000)
-    corpus = read_corpus(directory=tmp_path)
-    assert set(corpus.held_out.tolist()) == {9, 19, 29}
-    assert not set(corpus.train.tolist()) & {9, 19, 29}
-    assert corpus.files == 30
-
-
-def report(*, optimizer: float, whole: float, spread: float = 0.01, after: float = 2.0) -> ArmReport:
-    def timing(ms: float) -> Timing:
-        return Timing(ms, ms - spread, ms + spread)
-
-    return ArmReport("arm", "loop", 5.0, after, 5.0, after, 1.0, timing(optimizer), timing(whole), True, "", [""])
-
-
-def test_the_sentences_follow_the_numbers() -> None:
-    def said(torchs: ArmReport, ours: ArmReport) -> list[str]:
-        return sentences(torchs, ours, report(optimizer=0.1, whole=48.0))
-
-    torchs = report(optimizer=2.0, whole=50.0)
-    better = said(torchs, report(optimizer=1.0, whole=49.0))
-    assert "2.00 times as fast and saved 1 ms" in better[0]
-    assert "4.0% of it" in better[1]
-    assert "optimizer.step() took 0.1 ms instead of 1" in better[2]
-    assert "48 ms instead of 49, and the parameters are bit for bit the same" in better[2]
-    worse = said(torchs, report(optimizer=3.0, whole=51.0))
-    assert "took 1.50 times as long and lost 1 ms" in worse[0]
-    assert "lost 1 ms" in worse[1]
-    same = said(torchs, report(optimizer=1.9, whole=50.0, spread=0.5))
-    assert "within the spread" in same[0]
-    elsewhere = said(torchs, report(optimizer=2.5, whole=60.0))
-    assert "+10 ms, +0.5 ms is due to the optimizer and the rest to something else" in elsewhere[1]
-    assert "did not go down with arm" in said(torchs, report(optimizer=1.0, whole=50.0, after=6.0))[3]
-
-
-def test_the_library_does_not_need_the_command_line() -> None:
-    check = "import sys, offbeat; sys.exit(bool({'typer', 'rich', 'offbeat.cli'} & set(sys.modules)))"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    assert subprocess.run([sys.executable, "-c", check], env=environment, timeout=SECONDS).returncode == 0
+    train, held_out = read_text(tmp_path)
+    assert set(held_out.tolist()) == {9, 19, 29}
+    assert not set(train.tolist()) & {9, 19, 29}

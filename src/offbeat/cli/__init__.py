@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-try:
-    import rich  # noqa: F401
-    import typer
-except ModuleNotFoundError as error:
-    raise ImportError(
-        f"the command line needs {error.name}, which is not installed; run: pip install 'offbeat[cli]'"
-    ) from error
+import sys
 
-from offbeat.cli.demo import demo
-
-__all__ = ["app"]
-
-app = typer.Typer(
-    help="Distributed optimizers that update parameters during backward and communication.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
-)
-app.command("demo")(demo)
+__all__ = ["main"]
 
 
-@app.callback()
-def _root() -> None:
-    """Distributed optimizers that update parameters during backward and communication."""
-    # Without a callback typer would run the only command as "offbeat", and "offbeat demo" would be an error.
+def main() -> None:
+    """Run the command ``offbeat``."""
+    try:
+        from offbeat.cli.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        print(
+            f"offbeat: the command line needs {error.name}, which is not installed; run: pip install 'offbeat[cli]'",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    app(prog_name="offbeat")

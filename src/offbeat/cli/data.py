@@ -4,61 +4,46 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Corpus", "fixed_windows", "random_windows", "read_corpus"]
+__all__ = ["random_windows", "read_text", "spaced_windows"]
 
-#: At most this many bytes are read; the demo's steps would not see more.
-MOST_BYTES = 4_000_000
+MOST_BYTES = 2_000_000
+LEAST_BYTES = 100_000
 #: Every tenth file is held out, as a whole, so that no held-out line has a neighbour in the training text.
 HOLD_OUT_EVERY = 10
-LEAST_BYTES = 100_000
 
 
-class Corpus(NamedTuple):
-    """The bytes to train on, the bytes held out, and the number of files they are from."""
-
-    train: Tensor
-    held_out: Tensor
-    files: int
-
-
-def read_corpus(*, directory: Path | None = None) -> Corpus:
-    """Read the library's top-level files in order of their names, which gives the same bytes in every process.
+def read_text(directory: Path | None = None) -> tuple[Tensor, Tensor]:
+    """The bytes to train on and the bytes held out, the same in every process.
 
     Raises:
         FileNotFoundError: if the installation has too little source, for example only compiled files.
     """
     directory = directory or Path(sysconfig.get_paths()["stdlib"])
-    parts: tuple[bytearray, bytearray] = (bytearray(), bytearray())
-    files = 0
-    for path in sorted(directory.glob("*.py"), key=lambda path: path.name):
-        parts[files % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1].extend(path.read_bytes())
-        files += 1
-        if sum(map(len, parts)) >= MOST_BYTES:
+    train, held_out = bytearray(), bytearray()
+    for number, path in enumerate(sorted(directory.glob("*.py"), key=lambda path: path.name)):
+        (held_out if number % HOLD_OUT_EVERY == HOLD_OUT_EVERY - 1 else train).extend(path.read_bytes())
+        if len(train) >= MOST_BYTES:
             break
-    train, held_out = parts
     if min(len(train), len(held_out) * HOLD_OUT_EVERY) < LEAST_BYTES:
         raise FileNotFoundError(
-            f"{directory} holds {len(train) + len(held_out)} bytes of Python source in {files} files, but the demo "
-            f"needs {LEAST_BYTES}; run it with a Python that has the source files of its standard library"
+            f"{directory} has only {len(train) + len(held_out)} bytes of Python source; "
+            "run the demo with a Python that has the source files of its standard library"
         )
-    return Corpus(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8), files)
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
 
 
 def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """``count`` random windows of ``length`` bytes, and for each byte the one that follows it."""
-    starts = torch.randint(len(text) - length, (count,), generator=generator)
-    return _windows(text, starts, length)
+    return _windows(text, torch.randint(len(text) - length, (count,), generator=generator), length)
 
 
-def fixed_windows(text: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """``count`` evenly spaced windows, always the same, to compare losses before and after training."""
-    starts = torch.arange(count) * ((len(text) - length - 1) // count)
-    return _windows(text, starts, length)
+def spaced_windows(text: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
+    """``count`` evenly spaced windows, always the same."""
+    return _windows(text, torch.arange(count) * ((len(text) - length - 1) // count), length)
 
 
 def _windows(text: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -6,35 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["CONTEXT", "ByteGPT"]
+__all__ = ["ByteGPT"]
 
-CONTEXT = 64
 VOCABULARY = 256
-WIDTH = 96
 HEADS = 4
-LAYERS = 6
 
 
 class Block(nn.Module):
     """Causal attention and a two-layer perceptron, each with a residual connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(WIDTH)
-        # No bias: a key's bias cancels in the softmax, so that its gradient is only rounding noise, which Adam scales
-        # up to full steps. Runs that should be equal would drift apart.
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.norm2 = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """One layer over ``x`` of shape (batch, time, width)."""
-        batch, time, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
         hidden: Tensor = self.down(functional.gelu(self.up(self.norm2(x))))
         return x + hidden
 
@@ -42,22 +33,16 @@ class Block(nn.Module):
 class ByteGPT(nn.Module):
     """A GPT over bytes that returns the loss of predicting each next byte, in nats per byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, layers: int, width: int, context: int) -> None:
         super().__init__()
-        self.token = nn.Embedding(VOCABULARY, WIDTH)
-        self.place = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.token, self.place = nn.Embedding(VOCABULARY, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The mean loss over a batch of windows, as :mod:`offbeat.cli.data` makes them."""
         h = self.token(x) + self.place(torch.arange(x.shape[1]))
-        for block in self.blocks:
-            h = block(h)
-        return functional.cross_entropy(self.head(self.norm(h)).flatten(0, 1), target.flatten())
+        return functional.cross_entropy(self.head(self.norm(self.blocks(h))).flatten(0, 1), target.flatten())

@@ -1,0 +1,31 @@
+"""The commands of ``offbeat`` and what they share."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from offbeat._version import __version__
+from offbeat.cli.demo import demo
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.command("demo")(demo)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"offbeat {__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Distributed optimizers that update parameters during backward and communication."""
