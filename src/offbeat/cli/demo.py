@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import time
 from enum import Enum
 from pathlib import Path
@@ -96,7 +97,7 @@ def _run(console: Console, seconds: float, mbit: float, way: str, patience: floa
         raise OSError("offbeat.AdamW ended at other parameters when overlapped, though overlap changes no number")
     console.print(backward_table(backward), soft_wrap=True)
     line = summary(mbit, sites, backward)
-    console.print(line, style="bold")
+    console.print(textwrap.fill(line, 79), style="bold", soft_wrap=True)
     return {"link": way, "mbit": mbit, "sites": sites, "backward": backward, "summary": line}
 
 

@@ -64,7 +64,7 @@ class _Worker:
 
     def how_it_ended(self) -> str:
         try:
-            code = self.process.wait(timeout=5)
+            code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             return "wrote something that is not a message"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -67,8 +67,8 @@ def sites_table(found: dict[str, Any]) -> str:
         speed = f"{arm['steps'] / arm['seconds']:.1f}"
         rows.append((name, str(arm["steps"]), speed, mb, f"{arm['worst_ms']:.0f}", f"{arm['held_out_loss']:.3f}"))
     note = (
-        f"{found['parameters']:,} parameters, AdamW, outer_lr=1, outer_momentum=0. MB/step: sent by a site.\n"
-        "loss: of held-out text, in nats per byte. Both sites end with the same model."
+        f"{found['parameters']:,} parameters. DiLoCo has outer_lr=1 and outer_momentum=0. MB: sent by\n"
+        "one site. Loss: of held-out text, in nats per byte, the same at both sites."
     )
     return _table(rows, (7, 9, 9, 10, 7), note)
 
