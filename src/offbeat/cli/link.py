@@ -30,8 +30,8 @@ DESCRIPTIONS = {
 }
 _CLONE_NEWNET = 0x40000000
 _SO_MAX_PACING_RATE = 47
-#: Where ``struct tcp_info`` has tcpi_bytes_sent (Linux 4.19 and later).
-_BYTES_SENT = 200
+#: Where ``struct tcp_info`` has tcpi_bytes_sent and tcpi_bytes_retrans (Linux 4.19 and later).
+_BYTES_SENT, _COUNTERS = 200, "=QQ"
 _CABLE = "site{}"
 
 
@@ -87,13 +87,14 @@ def limit_rate(way: str, mbit: float) -> None:
 
 
 def sent_bytes() -> int | None:
-    """What this process has sent over the connections that it has, as the system counts it; None if it does not."""
-    total = 0
+    """What this process has sent over its connections, without what was sent again; None if the system does not know."""
+    total, size = 0, _BYTES_SENT + struct.calcsize(_COUNTERS)
     for connection in _connections():
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
-        if len(info) < _BYTES_SENT + 8:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        if len(info) < size:
             return None
-        total += struct.unpack_from("=Q", info, _BYTES_SENT)[0]
+        sent, again = struct.unpack_from(_COUNTERS, info, _BYTES_SENT)
+        total += sent - again
     return total if sys.platform == "linux" else None
 
 
