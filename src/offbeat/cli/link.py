@@ -87,7 +87,7 @@ def limit_rate(way: str, mbit: float) -> None:
 
 
 def sent_bytes() -> int | None:
-    """What this process has sent over its connections, without what was sent again; None if the system does not know."""
+    """What this process has sent over its connections, without repeats; None if the system does not know."""
     total, size = 0, _BYTES_SENT + struct.calcsize(_COUNTERS)
     for connection in _connections():
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
