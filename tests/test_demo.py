@@ -28,7 +28,7 @@ from offbeat.cli.data import read_text
 from offbeat.cli.screen import backward_table, sites_table, summary
 
 SOURCE = Path(__file__).parent.parent / "src"
-SECONDS = 150
+SECONDS = 270
 SMALL = ("--seconds", "1", "--mbit", "1000")
 
 
@@ -98,6 +98,7 @@ def rows_of(out: str, names: list[str]) -> list[list[float]]:
 
 
 @pytest.mark.ranks
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["namespaces", "pacing"])
 def test_small_but_whole(way: str, possible: list[str], tmp_path: Path) -> None:
     if way not in possible:

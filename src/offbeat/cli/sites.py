@@ -109,12 +109,12 @@ def run(rank: int, options: dict[str, Any], say: Callable[..., None]) -> dict[st
 
 
 def _warm_up(wrap: Callable[[nn.Module, Any], tuple[nn.Module, Any]]) -> Any:
-    """Make two rounds with a tiny model, so that kernels are compiled when time begins to count."""
+    """Make a round with a tiny model, so that kernels are compiled when time begins to count."""
     torch.manual_seed(0)
     model = ByteGPT(layers=1, width=8, context=1)
     module, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), fused=True))
     byte = torch.zeros(1, 1, dtype=torch.int64)
-    for _ in range(2 * PERIOD):
+    for _ in range(PERIOD + PERIOD // 2):
         module(byte, byte).backward()
         optimizer.step()
         optimizer.zero_grad()
