@@ -54,7 +54,7 @@ class Stage:
         keys: Sequence[str],
         columns: Sequence[Sequence[Tensor]],
         coefficients: Mapping[str, Any],
-        known: dict[Any, Launches],
+        known: dict[Any, Any],
     ) -> None:
         """Run it over rows of equally shaped tensors.
 
@@ -62,28 +62,35 @@ class Stage:
             keys: the names of the state tensors among the columns.
             columns: what is written, what is read, and the state tensors.
             coefficients: the coefficients that all rows share.
-            known: launches that are kept for the next step, for rows of these sizes.
+            known: choices, and launches for rows of these sizes, that are kept for the next step of a batch.
         """
         names = tuple(name for name in coefficients if name != "rounding_step")
         one = [column[0] for column in columns]
-        program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
-        typed = TypedProgram(program, tuple(t.dtype for t in one))
-        choice = choose(options, one, program)
-        tier = choice.tier
+        dtypes = tuple(t.dtype for t in one)
+        kind = (self, keys, names, dtypes, one[0].device)
+        if kind in known:
+            typed, tier, kernel = known[kind]
+        else:
+            program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
+            choice = choose(options, one, program)
+            typed, tier = TypedProgram(program, dtypes), choice.tier
+            fused_here = tier == "fused" and not uses_triton(choice, one[0].device)
+            kernel = cpu_kernel(typed) if fused_here else None
+            if tier == "fused":  # which depends on nothing else, but for what is asked below
+                known[kind] = typed, tier, kernel
         rows = list(zip(*columns, strict=True))
         if tier in ("fused", "foreach") and not all(map(_alike, rows)):
             tier = "loop"
         if tier == "fused":
             numel = array("q", [row[0].numel() for row in rows])
             tables = [array("q", [t.data_ptr() or 1 for t in column]) for column in columns]
-            if uses_triton(choice, one[0].device):
+            if kernel is None:
                 key = (typed, numel.tobytes(), one[0].device)
                 if key not in known:
                     known[key] = Launches(typed, numel, one[0].device)
                 known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NOTHING)
             else:
                 flat = array("d", [coefficients[name] for name in names])
-                kernel = cpu_kernel(typed)
                 assert isinstance(kernel, CpuKernel)
                 kernel(tables, numel, array("q", bytes(8 * len(rows))), flat, sum(numel))
             # Kernels write without autograd's knowledge.

@@ -49,7 +49,8 @@ class CpuKernel:
         elements: int,
     ) -> None:
         """Run it; see the class."""
-        threads = max(1, min(torch.get_num_threads(), elements // ELEMENTS_A_THREAD))
+        wanted = elements // ELEMENTS_A_THREAD
+        threads = min(torch.get_num_threads(), wanted) if wanted > 1 else 1
         job = array("q", (len(numel), elements, CHUNK, 0))
         tables: list[array[Any]] = [numel, chosen, coefficients, *columns]
         job.extend(table.buffer_info()[0] for table in tables)
