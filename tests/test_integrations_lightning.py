@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.integrations import handle_of
+from offbeat.integrations.attached import rank_to_load
 from offbeat.overlap.consumed import ConsumedGradient
 from tests.frameworks import adamw, assert_same, batch, batches, differ, launched, loss_of, make, plain, shared_folder
 from tests.scenarios import Scenarios
@@ -196,6 +197,11 @@ def test_what_cannot_be_right_raises():
         fit(Module(), trainer(1, Offbeat(overlap={"bucket_cap_mib": 1})), 0, 1)
 
 
+def test_a_checkpoint_of_other_ranks():
+    with pytest.warns(UserWarning, match="was saved by 2 ranks, and there are 1 now.*from what rank 0 saved"):
+        assert rank_to_load(2) == 0
+
+
 def test_a_failed_run_leaves_nothing_behind():
     class Fails(Module):
         def training_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -288,6 +294,23 @@ def resume_is_exact_in_the_middle_of_a_period(rank, world):
             parts = [part[0]["module"]["model.0.weight"] for part in saved["offbeat"]]
             assert not torch.equal(parts[0], parts[1])
             assert not torch.equal(begun.model[0].weight, parts[rank])  # finish() came after
+
+
+@scenario(2)
+def a_plain_checkpoint_is_a_start(rank, world):
+    launched(rank, world)
+    with shared_folder() as folder:
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
+        fit(ByStep(), trainer(world, checkpoint, enable_checkpointing=True, max_steps=3), rank, 9)
+        (path,) = Path(folder).glob("*.ckpt")
+        module = ByStep(make(1))
+        one = trainer(world, Offbeat(local_sgd={"every": 4, "warmup": 0, "subgroup": None}))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            one.fit(module, DataLoader(batches(rank, 9), batch_size=None), ckpt_path=path)
+        assert any("the checkpoint was saved without offbeat" in str(one.message) for one in told)
+        # The first three steps are synchronous. Replicas are averaged after steps 3, 7 and at the end.
+        assert_same(module.model, plain(rank, 9, local=True, every=4, warmup=3))
 
 
 @scenario(2)

@@ -77,7 +77,15 @@ class Spy(TrainerCallback):
             self.norms.append(logs["grad_norm"])
 
 
-def trainer(model: nn.Module, rank: int, world: int, number: int, folder: str | None = None, **options: Any) -> Trainer:
+def trainer(
+    model: nn.Module,
+    rank: int,
+    world: int,
+    number: int,
+    folder: str | None = None,
+    evaluate: Any = None,
+    **options: Any,
+) -> Trainer:
     arguments = {
         "output_dir": folder or tempfile.gettempdir(),
         "per_device_train_batch_size": 1,
@@ -95,7 +103,8 @@ def trainer(model: nn.Module, rank: int, world: int, number: int, folder: str | 
     }
     args = TrainingArguments(**arguments)
     optimizer = adamw(model.parameters())
-    return InOrder(model, args, train_dataset=data(rank, number, world), optimizers=(optimizer, None))
+    rows = data(rank, number, world)
+    return InOrder(model, args, train_dataset=rows, eval_dataset=evaluate, optimizers=(optimizer, None))
 
 
 def run(one: Trainer, **options: Any) -> Spy:
@@ -222,6 +231,22 @@ def resume_is_exact_in_the_middle_of_a_period(rank, world):
             run(one, resume_from_checkpoint=True)
         assert_same(resumed, whole)
         assert not differ(resumed)
+
+
+@scenario(2)
+def the_best_model_is_left_as_it_was_saved(rank, world):
+    """The Trainer loads it before it says that training has ended: replicas must not agree after that."""
+    launched(rank, world)
+    with shared_folder() as folder:
+        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
+        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        model = gpt2()
+        one = trainer(model, rank, world, 8, folder, evaluate=data(rank, 2, world), **saving, **best)
+        attach(one, diloco={"every": 3, "subgroup": None})
+        run(one)
+        saved = GPT2LMHeadModel.from_pretrained(one.state.best_model_checkpoint)
+        assert_same(model, saved)
+        assert not differ(model)
 
 
 @pytest.mark.ranks
