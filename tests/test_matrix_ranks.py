@@ -259,6 +259,30 @@ def test_local_sgd_around_it(how):
         assert_near(found, expected[rank // 2], EXACT)
 
 
+def train_meshes(rank: int, world: int) -> float:
+    """Parameters of one group on three meshes: all ranks, pairs of them, and one that only has copies."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    row, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    places = [(row, [Shard(0)]), (grid, [Replicate(), Shard(0)]), (grid, [Shard(1), Replicate()]), (row, [Replicate()])]
+    torch.manual_seed(0)
+    whole = [torch.randn(5 + i, 6, dtype=torch.float64) for i in range(len(places))]
+    ours = [distribute_tensor(p.clone(), *place) for p, place in zip(whole, places, strict=True)]
+    optimizers = offbeat.Muon(ours, **EXACT), offbeat.Muon(whole, **EXACT)
+    for step in range(3):
+        for i, (p, q) in enumerate(zip(ours, whole, strict=True)):
+            g = torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(10 * step + i))
+            p.grad, q.grad = distribute_tensor(g, *places[i]), g
+        for optimizer in optimizers:
+            optimizer.step()
+    return max((p.full_tensor() - q).abs().max().item() for p, q in zip(ours, whole, strict=True))
+
+
+def test_parameters_may_be_on_several_meshes():
+    assert max(run_ranks(train_meshes, 4)) < 1e-9
+
+
 def raised(action: Any) -> str:
     try:
         action()
