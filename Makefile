@@ -39,7 +39,7 @@ $(VENV)/ready: $(VENV)/base
 
 demo: $(VENV)/base
 	@echo "loading PyTorch ..."
-	@$(BIN)/offbeat demo
+	@PYTHONWARNINGS="ignore:Failed to initialize NumPy" $(BIN)/offbeat demo
 
 test: lint types imports unit
 
