@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import offbeat
-from benchmarks.link import run_on_both, sent_bytes
+from benchmarks.link import run_on_both
 from benchmarks.overlap_link import ENVIRONMENT
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-LAYERS, WIDTH, BATCH = 12, 1024, 128
+LAYERS, WIDTH, BATCH = 12, 512, 128
 FIGURES = {
     "overlap": ("DDP, then step()", "DDP, overlap()"),
     "rounds": ("DDP, then step()", "LocalSGD(every=4)", "LocalSGD(every=4, delay=3)"),
@@ -55,7 +55,7 @@ class TimedBuckets(offbeat.OverlappedOptimizer):
 def make(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     body = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())]
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(*body), bucket_cap_mb=4)
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*body), bucket_cap_mb=1)
     optimizer: torch.optim.Optimizer = Timed(model.parameters(), lr=1e-4)
     if "overlap" in name:
         offbeat.overlap(optimizer, model)
@@ -93,33 +93,34 @@ def record(name: str, steps: int) -> list[tuple[str, float, float]]:
     return sorted(events, key=lambda event: event[1])
 
 
-def watch(interface: str, seconds: float) -> None:
-    """In a process of its own: times and bytes sent."""
-    print("ready", flush=True)
-    end, rows = time.monotonic() + seconds, []
-    while time.monotonic() < end and not Path(f"/tmp/timeline-{interface}").exists():
-        rows.append((time.monotonic(), sent_bytes(interface)))
-        time.sleep(0.004)
-    print(json.dumps(rows))
+#: In a process of its own, and without torch, so that it starts at once: times and bytes sent, until it is stopped.
+WATCH = """
+import json, select, sys, time
+name = sys.argv[1] + ":"
+def sent():
+    with open("/proc/net/dev") as file:
+        return next(int(line.split()[9]) for line in file if line.split()[0] == name)
+rows = []
+print("ready", flush=True)
+while not select.select([sys.stdin], [], [], 0.004)[0]:
+    rows.append((time.monotonic(), sent()))
+print(json.dumps(rows))
+"""
 
 
 def worker(rank: int, address: str, interface: str, figure: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29513", rank=rank, world_size=2)
     result: dict[str, Any] = {}
-    flag = Path(f"/tmp/timeline-{interface}")
     for name in FIGURES[figure]:
-        flag.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.timeline", "watch", interface]
-        watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", WATCH, interface]
+        watcher = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert watcher.stdout is not None
         watcher.stdout.readline()  # it has started
         dist.barrier()
         found = list(record(name, STEPS[figure]))
         events.clear()
-        flag.touch()
-        sent = json.loads(watcher.communicate()[0])
-        flag.unlink()
+        sent = json.loads(watcher.communicate("stop")[0])
         result[name] = {"events": found, "sent": sent}
         dist.barrier()
     if rank == 0:
@@ -187,7 +188,5 @@ def main() -> None:
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
-    elif sys.argv[1] == "watch":
-        watch(sys.argv[2], 120.0)
     else:
         worker(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4])
