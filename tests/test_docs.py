@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import offbeat
 from tests.blocks import blocks, run_pages
@@ -79,3 +80,20 @@ def test_columns_of_tables_have_headings(page):
     for above, line in itertools.pairwise(lines):
         if re.fullmatch(r"\|[-|: ]+\|", line):
             assert all(cell.strip() for cell in above.strip().strip("|").split("|")), above
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page speaks of torch 2.13")
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adamax", "Adadelta", "RMSprop", "Rprop"])
+def test_the_foreach_tier_has_the_bits_of_torch_that_the_page_promises(name):
+    def train(optim_class, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(37, 53), torch.nn.Tanh(), torch.nn.Linear(53, 19))
+        momentum = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = optim_class(model.parameters(), lr=1e-2, **momentum, **options)
+        for _ in range(20):
+            model(torch.randn(8, 37)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(train(getattr(torch.optim, name)), train(getattr(offbeat, name), foreach=True))
