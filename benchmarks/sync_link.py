@@ -2,14 +2,16 @@
 
     python -m benchmarks.sync link
 
-Two ranks, one thread each, in network namespaces joined at 1 Gbit/s or 100 Mbit/s. Arms take turns in the same
-processes, in rounds of some periods each; the order changes from round to round. One arm only moves the bytes.
+Two ranks, one thread each, in network namespaces joined at 1 Gbit/s or 100 Mbit/s. Each rank, with all its threads, is
+pinned to a core of its own. Arms take turns in the same processes, in rounds of some periods each; the order changes
+from round to round. One arm only moves the bytes. torchft's DiLoCo takes part where torchft is installed.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import statistics
 import sys
 import threading
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from benchmarks.link import run_on_both, sent_bytes
 from benchmarks.overlap_link import ENVIRONMENT
+from benchmarks.sync_torchft import TorchftDiLoCo, is_installed
 
 __all__ = ["ARMS", "EVERY", "MODELS", "link"]
 
@@ -81,6 +84,13 @@ ARMS: dict[str, Callable[..., Any]] = {
     "offbeat in the background": functools.partial(local_sgd, EVERY - 1),
     "DiLoCo, bf16, in the background": functools.partial(diloco, delay=EVERY - 1, codec="bf16", outer=mean),
     "DiLoCo, int8, in the background": functools.partial(diloco, delay=EVERY - 1, codec="int8", outer=mean),
+    "DiLoCo, eager": functools.partial(diloco, delay=EVERY - 1, eager=True),
+    "DiLoCo, eager, int8": functools.partial(diloco, delay=EVERY - 1, eager=True, codec="int8"),
+}
+#: Where torchft is installed; called with the address of rank 0 besides.
+TORCHFT: dict[str, Callable[..., Any]] = {
+    "torchft DiLoCo, blocking": TorchftDiLoCo,
+    "torchft DiLoCo, 2 fragments, delay 3": functools.partial(TorchftDiLoCo, fragments=2, delay=3),
 }
 #: Over 100 Mbit/s, every 64 steps.
 SLOW: dict[str, Callable[..., Any]] = {
@@ -117,6 +127,25 @@ class Arm:
         self.optimizer.zero_grad()
         return time.perf_counter() - start
 
+    def time_codecs(self) -> None:
+        """Count the processor time that encoding and decoding take."""
+        self.coding = 0.0
+        tracks = self.optimizer._tracks._every() if isinstance(self.optimizer, offbeat.Replica) else []
+        for track in tracks:
+            if track.codec is not None:
+                for name in ("encode_finite", "decode_sum", "decode"):
+                    setattr(track.codec, name, self._timed(getattr(track.codec, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.coding += time.thread_time() - start
+
+        return timed
+
     @property
     def counted(self) -> int:
         """Bytes the library says it has sent."""
@@ -127,12 +156,17 @@ def worker(
     rank: int, address: str, interface: str, layers: int, width: int, rows: int, rounds: int, periods: int, every: int
 ) -> None:
     torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})  # threads that are started later are pinned too
     dist.init_process_group("gloo", init_method=f"tcp://{address}:29512", rank=rank, world_size=2)
-    wraps = ARMS if every == EVERY else SLOW
+    wraps = dict(ARMS if every == EVERY else SLOW)
+    if every == EVERY and is_installed():
+        wraps.update({name: functools.partial(wrap, address=address) for name, wrap in TORCHFT.items()})
     arms = {name: Arm(wrap, every, layers, width, rows) for name, wrap in wraps.items()}
     for arm in arms.values():
         for _ in range(every):
             arm.step()
+        arm.time_codecs()
     times: dict[str, list[list[float]]] = {name: [] for name in arms}
     sent: dict[str, list[int]] = {name: [0, 0] for name in arms}
     names = list(arms)
@@ -145,20 +179,26 @@ def worker(
             times[name].append([1e3 * arm.step() for _ in range(every * periods)])
             sent[name][0] += sent_bytes(interface) - before
             sent[name][1] += arm.counted - counted
-    found = {name: _summary(times[name], sent[name]) for name in arms}
+    found = {name: _summary(times[name], sent[name], arms[name].coding) for name in arms}
+    for arm in arms.values():
+        if isinstance(arm.optimizer, TorchftDiLoCo):
+            arm.optimizer.check(every * (1 + rounds * periods))
+            arm.optimizer.close()
     if every != EVERY:  # a few steps are enough: all of them send as much
         arm = Arm(None, every, layers, width, rows)
         arm.step()
         before = sent_bytes(interface)
         steps = [[1e3 * arm.step() for _ in range(4)]]
-        found["DDP"] = _summary(steps, [sent_bytes(interface) - before, 0])
+        found["DDP"] = _summary(steps, [sent_bytes(interface) - before, 0], 0.0)
     if rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # torchft's threads do not end by themselves
 
 
-def _summary(rounds: list[list[float]], sent: list[int]) -> dict[str, float]:
+def _summary(rounds: list[list[float]], sent: list[int], coding: float) -> dict[str, float]:
     steps = [step for one in rounds for step in one]
     means = [statistics.mean(one) for one in rounds]
     return {
@@ -170,6 +210,7 @@ def _summary(rounds: list[list[float]], sent: list[int]) -> dict[str, float]:
         "steps": len(steps),
         # The best round, too: what the machine does when nobody else uses it.
         "fastest_mean": min(means),
+        "coding_ms": 1e3 * coding / len(steps),
         "interface_mb": sent[0] / len(steps) / 1e6,
         "counted_mb": sent[1] / len(steps) / 1e6,
     }

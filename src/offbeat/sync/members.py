@@ -10,7 +10,7 @@ from typing import Any
 
 from offbeat.sync.level import Level
 from offbeat.wire.groups import block_of, is_group, members, mesh_group, whole
-from offbeat.wire.peers import GroupPeers, Peers, connect
+from offbeat.wire.peers import GroupPeers, Peers, connect, is_gloo
 from offbeat.wire.simulated import SimulatedPeers
 
 __all__ = ["connect_all", "connect_levels", "peers_of"]
@@ -44,24 +44,34 @@ def connect_levels(levels: Sequence[Level], everyone: Peers, mesh: Any, *, quiet
             f"the top level averages ranks {mine[-1]} among themselves, so that they would never agree with the others "
             f"of {everyone.ranks}; add a level whose group is None, which is all ranks"
         )
-    base = _base(everyone, levels[-1].deadline, quiet)
+    bases: dict[bool, Peers] = {}
     found: list[Peers] = []
-    for level, ranks in zip(levels[:-1], mine[:-1], strict=True):
+    for level, ranks in zip(levels, mine, strict=True):
+        background = is_background(level, everyone)
+        if background not in bases:
+            bases[background] = _base(everyone, levels[-1].deadline, quiet, background)
+        base = bases[background]
         same = ranks == sorted(base.ranks) and level.deadline == levels[-1].deadline
         found.append(base if same else base.split(ranks, _timeout(level.deadline)))
-    return [*found, base]
+    return found
 
 
-def _base(everyone: Peers, deadline: float | None, quiet: bool) -> Peers:
+def is_background(level: Level, everyone: Peers) -> bool:
+    """Whether rounds of a level must not go through the backend of the group, because a thread exchanges them."""
+    return level.delay > 0 and isinstance(everyone, GroupPeers) and not is_gloo(everyone.group)
+
+
+def _base(everyone: Peers, deadline: float | None, quiet: bool, background: bool) -> Peers:
     if not isinstance(everyone, GroupPeers):
         return everyone.split(everyone.ranks)
     token = everyone.gather_objects(uuid.uuid4().hex)[0]
-    return connect(everyone.group, token=token, timeout=_timeout(deadline), quiet=quiet)
+    return connect(everyone.group, token=token, timeout=_timeout(deadline), quiet=quiet, background=background)
 
 
-def connect_all(everyone: Peers, deadline: float | None) -> Peers:
+def connect_all(everyone: Peers, levels: Sequence[Level]) -> Peers:
     """All ranks, with a connection of their own: those of a sharded replica decide together."""
-    return _base(everyone, deadline, quiet=False)
+    background = any(is_background(level, everyone) for level in levels)
+    return _base(everyone, levels[-1].deadline, False, background)
 
 
 def _timeout(seconds: float | None) -> timedelta | None:

@@ -178,7 +178,7 @@ class Replica(OptimizerWrapper, Joinable):
                 "subgroup out"
             )
         self._everyone = peers_of(replica_group(params, within.group)) if sharded and group is None else within
-        shards = connect_all(within, levels[-1].deadline) if self._everyone.size < within.size else None
+        shards = connect_all(within, levels) if self._everyone.size < within.size else None
         if sharded and self._everyone.size == 1 < within.size:
             warnings.warn(
                 "the module is sharded over all ranks, so there is one replica and nothing to average; to have several "

@@ -61,17 +61,18 @@ def meeting_device(group: Any) -> torch.device:
     return torch.device(kinds[0], torch.accelerator.current_device_index())
 
 
-def new_group(ranks: Sequence[int], within: Any) -> Any:
-    """A new group of these ranks, with the backend and the timeout of the group ``within``.
+def new_group(ranks: Sequence[int], within: Any, backend: str | None = None) -> Any:
+    """A new group of these ranks, with the timeout and, unless another is given, the backend of the group ``within``.
 
     All ranks of ``within`` call this together, each with the ranks of its own new group.
     """
     everyone = members(within)
     found: list[Any] = [None] * len(everyone)
     dist.all_gather_object(found, (tuple(ranks), _torch.count_groups()), group=within)
-    same = dist.get_backend_config(within) == dist.get_backend_config()
+    wanted_backend = backend or dist.get_backend_config(within)
+    same = wanted_backend == dist.get_backend_config()
     # torch would give a new group its default patience of half an hour.
-    options = {"timeout": _torch.timeout_of(within), "backend": None if same else dist.get_backend_config(within)}
+    options = {"timeout": _torch.timeout_of(within), "backend": None if same else wanted_backend}
     if len(everyone) == dist.get_world_size():
         mine = None
         for wanted in sorted({wanted for wanted, _ in found}):
@@ -91,14 +92,15 @@ def new_group(ranks: Sequence[int], within: Any) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
-def twin(group: Any, within: Any) -> Any:
+def twin(group: Any, within: Any, backend: str | None = None) -> Any:
     """Another group of the same ranks, so that collectives of a thread do not mix with those of the program.
 
     Args:
         within: the ranks that call this together, each with its own group.
+        backend: that of the new group; by default the same.
     """
     with quiet_new_threads("gloo"):
-        return new_group(members(group), within)
+        return new_group(members(group), within, backend)
 
 
 def block_of(ranks: Sequence[int], place: int, size: int) -> list[int]:

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # 
 from offbeat import _torch
 from offbeat.wire.quiet import quiet_new_threads
 
-__all__ = ["ExchangeError", "GroupPeers", "Peers", "Work", "connect"]
+__all__ = ["ExchangeError", "GroupPeers", "Peers", "Work", "connect", "is_gloo"]
 
 #: How long ranks wait for each other to connect again: twice as long as for a collective, but within these limits.
 SHORTEST, LONGEST = timedelta(seconds=30), timedelta(minutes=5)
@@ -248,7 +248,14 @@ class _Pending:
             raise ExchangeError(f"a collective between ranks {self._peers.ranks} failed: {error}") from error
 
 
-def connect(group: Any, *, token: str, timeout: timedelta | None = None, quiet: bool = False) -> GroupPeers:
+def is_gloo(group: Any) -> bool:
+    """Whether a process group has no other backend than gloo."""
+    return {part.split(":")[-1] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
+
+
+def connect(
+    group: Any, *, token: str, timeout: timedelta | None = None, quiet: bool = False, background: bool = False
+) -> GroupPeers:
     """Peers with a connection of their own, so that their collectives do not mix with those of the program.
 
     All ranks of the group call this together. With gloo the connection can be made anew after a failure; with other
@@ -257,14 +264,16 @@ def connect(group: Any, *, token: str, timeout: timedelta | None = None, quiet: 
     Args:
         token: a name that all ranks of the group agree on and that has not been used before.
         timeout: how long a collective may take; None is the group's own.
+        background: whether a thread will use it. Then it is gloo's whatever the group's backend is: a second
+            communicator of NCCL, used in no fixed order beside that of DDP, can block both for ever.
     """
     ranks = list(dist.get_process_group_ranks(group))
     timeout = _torch.timeout_of(group) if timeout is None else timeout
-    if {part.split(":")[-1] for part in dist.get_backend_config(group).split(",")} == {"gloo"} and _torch.has_store():
+    if (background or is_gloo(group)) and _torch.has_store():
         return _connected(ranks, f"offbeat/{token}/{min(ranks)}", timeout, quiet)
     from offbeat.wire.groups import twin
 
-    return GroupPeers(twin(group, group), ranks, timeout=timeout)
+    return GroupPeers(twin(group, group, "gloo" if background else None), ranks, timeout=timeout)
 
 
 def _connected(ranks: list[int], name: str, timeout: timedelta | None, quiet: bool) -> GroupPeers:
