@@ -31,7 +31,7 @@ from benchmarks.link import run_on_both, sent_bytes
 from benchmarks.overlap_link import ENVIRONMENT
 from benchmarks.sync_torchft import TorchftDiLoCo, is_installed
 
-__all__ = ["ARMS", "EVERY", "MODELS", "link"]
+__all__ = ["ARMS", "EVERY", "MODELS", "Arm", "link", "summary"]
 
 EVERY = 8
 #: Layers, width, rows of a batch.
@@ -179,7 +179,7 @@ def worker(
             times[name].append([1e3 * arm.step() for _ in range(every * periods)])
             sent[name][0] += sent_bytes(interface) - before
             sent[name][1] += arm.counted - counted
-    found = {name: _summary(times[name], sent[name], arms[name].coding) for name in arms}
+    found = {name: summary(times[name], sent[name], arms[name].coding) for name in arms}
     for arm in arms.values():
         if isinstance(arm.optimizer, TorchftDiLoCo):
             arm.optimizer.check(every * (1 + rounds * periods))
@@ -189,7 +189,7 @@ def worker(
         arm.step()
         before = sent_bytes(interface)
         steps = [[1e3 * arm.step() for _ in range(4)]]
-        found["DDP"] = _summary(steps, [sent_bytes(interface) - before, 0], 0.0)
+        found["DDP"] = summary(steps, [sent_bytes(interface) - before, 0], 0.0)
     if rank == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
@@ -198,7 +198,7 @@ def worker(
     os._exit(0)  # torchft's threads do not end by themselves
 
 
-def _summary(rounds: list[list[float]], sent: list[int], coding: float) -> dict[str, float]:
+def summary(rounds: list[list[float]], sent: list[int], coding: float) -> dict[str, float]:
     steps = [step for one in rounds for step in one]
     means = [statistics.mean(one) for one in rounds]
     return {
