@@ -70,7 +70,17 @@ class Setting:
 
 def settings() -> dict[str, Setting]:
     """The rows of the table."""
-    local = [Setting("LocalSGD", {"every": 8, **({"delay": delay} if delay else {})}) for delay in (0, 1, 2, 4, 7)]
+    local = [
+        Setting("LocalSGD", options)
+        for options in (
+            {"every": 8},
+            {"every": 8, "delay": 2},
+            {"every": 8, "delay": 4},
+            {"every": 8, "delay": 7},
+            {"every": 8, "delay": 7, "mixing": 0.5},
+            {"every": 16, "delay": 7, "mixing": 0.5},
+        )
+    ]
     diloco = [
         Setting("DiLoCo", {"every": 32, **options})
         for options in (

@@ -41,8 +41,10 @@ class Level(ChecksNames):
         eager: with an outer optimizer, do not wait for a round to land, but take this replica's own part of the outer
             step at once; the true step takes its place ``delay`` steps later. Without a ``delay`` that is ``every``:
             one whole outer step of overlap. Needs SGD or slow momentum as the outer optimizer, and only one level.
-        mixing: with an outer optimizer, how much of the local parameters stays:
-            :math:`x_i \leftarrow \alpha x_i + (1 - \alpha) a`. By default 0 without a delay and 0.5 with one.
+        mixing: how much of the local parameters stays. With an outer optimizer
+            :math:`x_i \leftarrow \alpha x_i + (1 - \alpha) a`, by default 0 without a delay and 0.5 with one. Without
+            an outer optimizer only a part of the difference is added, after a delay of :math:`k` steps
+            :math:`x_i(t+k) \leftarrow x_i(t+k) + (1 - \alpha) (\bar x(t) - x_i(t))`, by default all of it.
         codec: how differences from the anchor are encoded: None, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``,
             ``"int2"`` or an :class:`offbeat.TopK`. Needs an outer optimizer.
         error_feedback: add what encoding has lost, multiplied by this number, to the next round's differences. None
@@ -112,13 +114,11 @@ class Level(ChecksNames):
                 "nonfinite='leave_out' cannot be used with fragments: a replica that takes over one fragment is still "
                 "not finite in the others; use 'raise' or 'skip'"
             )
-        if self.outer is None:
-            needless = [name for name in ("mixing", "anchor_dtype") if getattr(self, name) is not None]
-            if needless:
-                raise ValueError(
-                    f"{needless[0]} needs an outer optimizer, because only that has an anchor; pass outer=, or leave "
-                    f"{needless[0]} out"
-                )
+        if self.outer is None and self.anchor_dtype is not None:
+            raise ValueError(
+                "anchor_dtype needs an outer optimizer, because only that has an anchor; pass outer=, or leave "
+                "anchor_dtype out"
+            )
 
     def _check_eager(self) -> None:
         if not isinstance(self.eager, bool):

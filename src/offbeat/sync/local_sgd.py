@@ -46,7 +46,9 @@ class LocalSGD(Replica):
         subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
         mesh: the DeviceMesh whose dimensions ``every`` names.
         delay: 0 averages immediately. :math:`k > 0` averages a copy in the background, and :math:`k` steps later adds
-            the difference: :math:`x_i(t+k) \leftarrow x_i(t+k) + (\bar x(t) - x_i(t))`.
+            the difference: :math:`x_i(t+k) \leftarrow x_i(t+k) + (1 - \alpha) (\bar x(t) - x_i(t))`.
+        mixing: :math:`\alpha`, how much of the difference is left out; by default none. With a delay of most of the
+            period, 0.5 does less harm: by the time the difference is added, training has made a part of it up.
         deadline: how many seconds a collective may take; by default the process group's timeout.
         nonfinite: what to do if a replica has parameters that are not finite: ``"raise"``, ``"leave_out"`` or
             ``"skip"``; see :class:`offbeat.Level`.
@@ -92,6 +94,7 @@ class LocalSGD(Replica):
         subgroup: Literal["node"] | Ranks | None = "node",
         mesh: DeviceMesh | None = None,
         delay: int = 0,
+        mixing: float | None = None,
         deadline: float | None = None,
         nonfinite: NonFinite = "raise",
         state: State | Mapping[str, State] = "keep",
@@ -105,7 +108,15 @@ class LocalSGD(Replica):
         undo: Undo = "auto",
     ) -> None:
         levels = [
-            Level(every=period, phase=1, group=where, delay=delay, deadline=deadline, nonfinite=nonfinite)
+            Level(
+                every=period,
+                phase=1,
+                group=where,
+                delay=delay,
+                mixing=mixing,
+                deadline=deadline,
+                nonfinite=nonfinite,
+            )
             for period, where in _pairs(every)
         ]
         super().__init__(

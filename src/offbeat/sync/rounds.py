@@ -238,6 +238,7 @@ class Round:
         here = {item.name: item for item in self.track.items()}
         views = dict(zip([item.name for item in self._copied()], self.track.snapshot.views, strict=True))
         together: list[tuple[Tensor, Tensor]] = []
+        share = 1.0 - self._kept if self.track.outer is None else 1.0  # an outer optimizer's mixing is of parameters
         for item in items:
             if item.name not in here:
                 continue
@@ -247,9 +248,9 @@ class Round:
             elif part.device == view.device:
                 together.append((part, view))
             else:  # one after the other, so that a copy in CPU memory is not brought back as a whole
-                part.add_(view.to(part.device, non_blocking=True))
+                part.add_(view.to(part.device, non_blocking=True), alpha=share)
         if together:
-            _torch.foreach_add_([p for p, _ in together], [v for _, v in together])
+            _torch.foreach_add_([p for p, _ in together], [v for _, v in together], alpha=share)
 
     def _copied(self) -> list[Item]:
         """The items of the copy, in order."""
