@@ -38,7 +38,7 @@ def test_a_pass_that_was_not_announced_still_raises():
     model = make()
     offbeat.overlap(offbeat.SGD(model.parameters(), lr=0.1), model, accumulate=lambda: False, bucket_cap_mb=TINY)
     model(batch(0)).square().mean().backward()
-    with pytest.raises(RuntimeError, match="announce them with accumulate="):
+    with pytest.raises(RuntimeError, match="announce the backward passes of a step"):
         model(batch(1)).square().mean().backward()
 
 
