@@ -437,3 +437,23 @@ def test_split_parameters_as_asked():
     assert split.reasons["0.weight"] == "asked for"
     assert len(split.matrices) == 2
     assert offbeat.split_parameters(module, heads=["3.weight"]).reasons["3.weight"] == "a head"
+
+
+def test_matrices_step_first(monkeypatch):
+    """A step on whole matrices can fail late, for lack of memory or of a rank; the others have not stepped then."""
+    matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (3,)))
+    chain = offbeat.Chain([offbeat.AdamW([vector], lr=0.1), offbeat.Muon([matrix], lr=0.1)])
+    matrix.grad, vector.grad = torch.eye(4, 3), torch.ones(3)
+
+    def fail(*args):
+        raise MemoryError("no memory left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("offbeat.rules.muon.newton_schulz", fail)
+        with pytest.raises(MemoryError):
+            chain.step()
+    assert torch.equal(vector, torch.ones(3))
+    assert torch.equal(matrix, torch.ones(4, 3))
+    chain.step()
+    assert not torch.equal(vector, torch.ones(3))
+    assert not torch.equal(matrix, torch.ones(4, 3))

@@ -96,6 +96,25 @@ def test_a_bucket_is_stepped_while_later_ones_travel():
     assert run_ranks(steps_while_others_travel, 2) == [["changed"] * 2] * 2
 
 
+def zeroed_bucket_views(rank: int, world: int) -> bool:
+    """DDP makes its buckets anew before the second step, and copies gradients that stand for zeros."""
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=SMALL)
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp)
+        for step in range(5):
+            ddp(batch(step, rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return same(*models)
+
+
+def test_gradients_that_are_views_of_buckets_and_set_to_zero():
+    assert run_ranks(zeroed_bucket_views, 2) == [True] * 2
+
+
 def ddp_refusals(rank: int, world: int) -> str:
     model = make()
     optimizer = offbeat.AdamW(model.parameters(), lr=0.1)

@@ -495,6 +495,23 @@ def test_nobody_spreads_nan_without_weights():
     assert one.isfinite().all()
 
 
+def test_nothing_finite_is_left_to_agree_on():
+    """sync() without weights when no replica is finite: all ranks raise, and replicas are not said to agree."""
+
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.LocalSGD(sgd(model.parameters()), model, every=9, weighted=True, group=peers, subgroup=None)
+        replica.seen(1)
+        train(model, replica, [0, 1], rank)
+        with torch.no_grad():
+            model[0].bias.fill_(float("nan"))
+        with pytest.raises(offbeat.NotFinite, match="nothing to agree on"):
+            replica.sync()
+        return replica.agreed
+
+    assert replicas(2, run) == [False, False]
+
+
 def test_fragments_may_name_frozen_parameters():
     """Frozen from the start, unfrozen later, and a whole fragment of them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -124,7 +124,10 @@ class Chain(Optimizer):
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all optimizers, in order. Gradients of our own optimizers are checked before any of them steps.
+        """Step all optimizers. Gradients of our own optimizers are checked before any of them steps.
+
+        Those that work on whole matrices step first: they exchange parts of their work with other ranks, so that they
+        can still fail, and then the others have not stepped. The rest follow in the order of the chain.
 
         Args:
             closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
@@ -140,7 +143,7 @@ class Chain(Optimizer):
             for one in self.optimizers:
                 if isinstance(one, RuleOptimizer):
                     one.check_gradients()
-        for one in self.optimizers:
+        for one in sorted(self.optimizers, key=lambda one: not _has_matrices(one)):
             one.step()
         return loss
 
@@ -180,7 +183,7 @@ class Chain(Optimizer):
 
     def share_matrices(self, process_group: Group | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks; see :meth:`offbeat.Muon.share_matrices`."""
-        having = [one for one in self.optimizers if isinstance(one, RuleOptimizer) and one.has_matrices]
+        having = [cast(RuleOptimizer, one) for one in self.optimizers if _has_matrices(one)]
         if not having:
             raise TypeError("no optimizer of this chain has matrices to share; leave share_matrices() out")
         for one in having:
@@ -297,3 +300,7 @@ def _check(optimizers: tuple[Any, ...]) -> None:
                     f"a parameter of shape {tuple(p.shape)} is in optimizer {seen[id(p)]} and in optimizer {i} of the "
                     "chain; give it to one of them"
                 )
+
+
+def _has_matrices(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, RuleOptimizer) and optimizer.has_matrices

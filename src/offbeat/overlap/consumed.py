@@ -30,7 +30,7 @@ _REMEDIES = {
     "norm": "clip with overlap(..., clip_norm=); handle.last_norm is the norm then (clip_norm=math.inf only measures)",
     "clamp": "clip by norm instead of by value, with overlap(..., clip_norm=)",
 }
-_ADD = torch.ops.aten.add_.Tensor
+_ADD, _COPY = torch.ops.aten.add_.Tensor, torch.ops.aten.copy_.default
 
 
 class ConsumedGradient(Tensor):
@@ -92,6 +92,9 @@ class ConsumedGradient(Tensor):
             # Adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would.
             first.added = args[1] + 0.0 if first.added is None else first.added + args[1]
             return first
+        if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and args[1].is_zero:
+            # DDP, when it makes its buckets anew with gradient_as_bucket_view=True.
+            return first.zero_() if args[1].added is None else first.copy_(args[1].added)
         leaves = _torch.pytree.tree_leaves((args, kwargs))
         return next(one for one in leaves if isinstance(one, ConsumedGradient)).refuse(str(func))
 

@@ -22,6 +22,7 @@ from offbeat.sync.level import Level
 from offbeat.sync.outer import Outer
 from offbeat.sync.rounds import Round
 from offbeat.sync.track import Track
+from offbeat.wire.base import NotFinite
 from offbeat.wire.peers import Peers
 
 __all__ = ["Tracks"]
@@ -307,6 +308,11 @@ class Tracks:
         """
         if not shares.nobody:
             return shares
+        if not any(shares.sound):
+            raise NotFinite(
+                "every replica has parameters that are NaN or infinite, so there is nothing to agree on; nothing was "
+                "changed. Load a checkpoint from before that"
+            )
         moved = [moved and sound for moved, sound in zip(shares.moved, shares.sound, strict=True)]
         weights = [float(one) for one in (moved if any(moved) else shares.sound)]
         changed = Shares.of(weights, track.peers.rank)
