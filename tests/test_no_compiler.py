@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +63,48 @@ def run(cache, *, name="AdamW", wait=0, **environment):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
+
+
+@contextlib.contextmanager
+def without_privileges():
+    """As a user whom permissions bind. Whatever the block needs must have been imported before."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def locked(directory):
+    """A directory with one kernel that only root can reach."""
+    directory.mkdir(parents=True)
+    (directory / "kernel-0.so").touch()
+    directory.chmod(0o000 if os.geteuid() else 0o700)
+    return directory
+
+
+def step_without_privileges(monkeypatch):
+    """The tier of a step, and the warnings."""
+    from offbeat.engine.cpu import kernel
+
+    monkeypatch.setenv("OFFBEAT_READER", "python")  # the reader of this process stays as it is
+    p = torch.ones(5, requires_grad=True)
+    p.grad = torch.ones(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        offbeat.AdamW([p]).step()  # imports what a step needs
+    for cache in (compiler.load, kernel._compiled):
+        cache.cache_clear()
+    compiler._warned.clear()
+    with warnings.catch_warnings(record=True) as caught, without_privileges():
+        warnings.simplefilter("always")
+        optimizer = offbeat.AdamW([p])
+        optimizer.step()
+        tier = optimizer.tiers()[0].tier
+    return tier, [str(one.message) for one in caught]
 
 
 HIDDEN = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
@@ -165,3 +209,58 @@ def test_the_reader_comes_from_a_filled_cache(tmp_path):
     for one in cache.iterdir():
         one.rename(cache / one.name.replace("reader-", "reader-0"))
     assert run(cache, wait=20, **HIDDEN)[-1] == "False"
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_home_directory_that_cannot_be_reached_holds_no_kernels(monkeypatch, tmp_path):
+    """As in an image that sets HOME=/root and runs as another user."""
+    monkeypatch.delenv("OFFBEAT_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    home = locked(tmp_path / "home")
+    monkeypatch.setenv("HOME", str(home))
+    tier, said = step_without_privileges(monkeypatch)
+    home.chmod(0o700)
+    assert tier == "native"
+    assert len(said) == 1
+    assert "fill a cache" in said[0]
+
+
+@pytest.mark.usefixtures("hidden")
+@pytest.mark.parametrize("below", ["", "cache"], ids=["the directory", "its parent"])
+def test_the_warning_names_a_cache_that_cannot_be_read(monkeypatch, tmp_path, below):
+    parent = locked(tmp_path / "kernels")
+    cache = parent / below
+    monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(cache))
+    tier, said = step_without_privileges(monkeypatch)
+    parent.chmod(0o700)
+    assert tier == "native"
+    assert len(said) == 1
+    assert f"the cache directory {cache} cannot be read: Permission denied" in said[0]
+    assert "chmod -R a+rX" in said[0]
+    assert "fill a cache" not in said[0]
+
+
+@pytest.mark.usefixtures("hidden")
+def test_the_reader_and_the_codecs_do_without_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
+    from offbeat.engine import reader_build
+    from offbeat.wire import native
+
+    cache = locked(tmp_path / "kernels")
+    monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(cache))
+    monkeypatch.setattr(reader_build, "_digest", lambda: "0")  # it reads the source, which may be out of reach too
+    source = SimpleNamespace(read_text=lambda: "int codec;")
+    monkeypatch.setattr(native, "Path", lambda _: SimpleNamespace(with_name=lambda _: source))
+    with without_privileges():
+        assert compiler.cached("*.so") == []
+        with pytest.raises(compiler.CompilerError, match="kernels cannot be read: Permission denied"):
+            reader_build.Build()
+        assert native._once.__wrapped__() is None
+    cache.chmod(0o700)
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_file_that_disappears_is_not_in_the_cache(tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / "kernel-1.so").touch()
+    (tmp_path / "cache" / "kernel-2.so").symlink_to("gone")  # listed, but not there
+    assert compiler.cached("kernel-*.so") == [tmp_path / "cache" / "kernel-1.so"]

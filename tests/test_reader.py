@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -393,6 +394,33 @@ def test_a_book_takes_to_the_compiled_reader_when_it_is_there(fresh):
     assert fresh.runs == 1
     # The compiler's own directory goes last.
     assert [f.suffix for f in (fresh.folder / "cache").iterdir() if f.is_file() and f.suffix != ".lock"] == [".so"]
+
+
+def test_a_reader_in_a_cache_that_cannot_be_written_to(fresh, monkeypatch):
+    fresh.start('cp $good "$out"')
+    assert reader.wait_for_reader(20)
+    (library,) = fresh.files("so")
+    access, unlink = os.access, Path.unlink
+
+    def refuse(path, missing_ok=False):
+        if path == library:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    monkeypatch.setattr(Path, "unlink", refuse)
+    one = fresh.start()
+    assert reader.wait_for_reader(20)
+    assert one._build.library == library
+    assert fresh.runs == 1
+    damaged = fresh.folder / "damaged"
+    damaged.write_bytes(library.read_bytes()[:1000])
+    damaged.replace(library)  # another is made elsewhere
+    one = fresh.start()
+    with pytest.warns(UserWarning, match="cannot be written to"):
+        assert reader.wait_for_reader(20)
+    assert one._build.library.parent != library.parent
+    assert fresh.runs == 2
 
 
 def test_a_compiler_that_fails_is_asked_once(fresh, recwarn):

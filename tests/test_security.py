@@ -11,6 +11,8 @@ from offbeat.engine.cpu import compiler
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX permissions")
 
+NEEDS_COMPILER = pytest.mark.skipif(compiler.why_no_compiler() is not None, reason="needs a C compiler")
+
 SOURCE = "int answer_{}(void) {{ return {}; }}"
 
 
@@ -50,7 +52,7 @@ def test_a_directory_of_another_user_is_not_used(directory):
         assert compiler.cache_directory() != directory
 
 
-@pytest.mark.skipif(compiler.why_no_compiler() is not None, reason="needs a C compiler")
+@NEEDS_COMPILER
 def test_a_library_planted_where_others_can_write_is_not_loaded(directory):
     right, wrong = SOURCE.format("planted", 42), SOURCE.format("planted", 13)
     compiler.load.cache_clear()
@@ -61,5 +63,51 @@ def test_a_library_planted_where_others_can_write_is_not_loaded(directory):
     planted.replace(genuine)  # the name that the kernel is looked up by, the code of somebody else
     directory.chmod(0o777)
     compiler.load.cache_clear()
-    with pytest.warns(UserWarning, match="is not trusted"):
+    with pytest.warns(UserWarning, match="is not trusted") as caught:
         assert compiler.load(right).answer_planted() == 42
+    assert len(caught) == 1
+
+
+@pytest.fixture
+def read_only(monkeypatch):
+    """A function after which nothing can be written to any directory, as root sees it on a read-only file system."""
+    access = os.access
+
+    def lock():
+        monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+        compiler.load.cache_clear()
+
+    yield lock
+    compiler.load.cache_clear()
+
+
+@NEEDS_COMPILER
+def test_kernels_are_loaded_from_a_cache_that_cannot_be_written_to(directory, read_only, monkeypatch):
+    old, new = SOURCE.format("old", 1), SOURCE.format("new", 2)
+    compiler.load.cache_clear()
+    compiler.load(old)
+    files = sorted(directory.iterdir())
+    read_only()
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
+        warnings.simplefilter("error")
+        patch.setattr(compiler, "_build", lambda *_: pytest.fail("it was compiled again"))
+        assert compiler.load(old).answer_old() == 1
+    with pytest.warns(UserWarning, match="cannot be written to; kernels that are not in it are compiled anew"):
+        assert compiler.load(new).answer_new() == 2
+    assert sorted(directory.iterdir()) == files
+
+
+@NEEDS_COMPILER
+def test_without_any_directory_to_write_to_there_is_a_reason(directory, read_only, monkeypatch):
+    def none(**_):
+        raise FileNotFoundError("No usable temporary directory found")
+
+    directory.mkdir(mode=0o700)
+    read_only()
+    compiler._private_directory.cache_clear()
+    monkeypatch.setattr(compiler.tempfile, "mkdtemp", none)
+    with (
+        pytest.warns(UserWarning, match="cannot be written to"),
+        pytest.raises(compiler.CompilerError, match="no directory for compiled kernels: No usable temporary"),
+    ):
+        compiler.load(SOURCE.format("nowhere", 3))

@@ -29,6 +29,7 @@ from offbeat.engine.cpu.compiler import (
     find_compiler,
     version_of,
     why_no_compiler,
+    why_not_readable,
 )
 
 SOURCE = Path(__file__).with_name("reader.cpp")
@@ -60,12 +61,12 @@ class Build:
         except CompilerError as error:
             found = cached(f"{name}-*.so")
             if not found:
-                raise
+                raise CompilerError(why_not_readable() or str(error)) from error
             self.library, self._why_not = found[0], str(error)
             return
-        directory = cache_directory()
-        name += f"-{_digest_of_build(self._command)}"
-        self.library, self._failure, self._lock = (directory / f"{name}{end}" for end in (".so", ".failed", ".lock"))
+        self._name = f"{name}-{_digest_of_build(self._command)}"
+        found = cached(f"{self._name}.so")  # perhaps in a directory that cannot be written to
+        self._use(found[0].parent if found else cache_directory())
         self._began = time.time()
         self._deadline = time.monotonic() + SECONDS
         self._attempts = 0
@@ -100,7 +101,15 @@ class Build:
     def discard(self) -> None:
         """Remove the library because it cannot be loaded; it will be built again."""
         if self._command:
-            self.library.unlink(missing_ok=True)
+            try:
+                self.library.unlink(missing_ok=True)
+            except OSError:
+                self._use(cache_directory())
+
+    def _use(self, directory: Path) -> None:
+        self.library, self._failure, self._lock = (
+            directory / f"{self._name}{end}" for end in (".so", ".failed", ".lock")
+        )
 
     def _look_for_results(self) -> None:
         """Raise if the compiler has failed for another process since this one started."""

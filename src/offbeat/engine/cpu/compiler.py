@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fnmatch
 import functools
 import hashlib
 import os
@@ -87,27 +88,70 @@ def digest(text: str) -> str:
 
 
 def cache_directory() -> Path:
-    """A directory of this user's own; a shared one could hold somebody else's code."""
+    """Where new kernels are kept: a directory of this user's own; a shared one could hold somebody else's code.
+
+    Raises :class:`CompilerError` if nothing can be written anywhere.
+    """
     directory = _configured_directory()
     if directory is None:
         return _private_directory()
-    if problem := _why_not_trusted(directory):
-        _warn_once(
-            f"{problem}; kernels are compiled anew in every process. Set OFFBEAT_CACHE_DIR to a directory of yours"
-        )
-        return _private_directory()
-    return directory
+    problem = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        problem = f"the cache directory {directory} cannot be used: {error}"
+    else:
+        if not _is_trusted(directory):
+            return _private_directory()
+        if not os.access(directory, os.W_OK | os.X_OK):
+            problem = f"the cache directory {directory} cannot be written to"
+    if problem is None:
+        return directory
+    _warn_once(
+        f"{problem}; kernels that are not in it are compiled anew in every process. "
+        "Set OFFBEAT_CACHE_DIR to a directory of yours"
+    )
+    return _private_directory()
 
 
 def cached(pattern: str) -> list[Path]:
-    """Files of the cache, the newest first. The cache need not be writable, so it may be part of a container image."""
+    """Files of the cache, the newest first. The cache need not be writable, so it may be part of a container image.
+
+    A directory or a file that cannot be reached counts as not there.
+    """
     directory = _configured_directory()
-    if directory is None or not directory.is_dir():
+    if directory is None:
         return []
-    if problem := _why_not_trusted(directory, writable=False):
-        _warn_once(f"{problem}; its kernels are not used. Set OFFBEAT_CACHE_DIR to a directory of yours")
+    try:
+        names = _names_in(directory)
+    except OSError:
         return []
-    return sorted(directory.glob(pattern), key=lambda path: path.stat().st_mtime, reverse=True)
+    if not _is_trusted(directory):
+        return []
+    found = []
+    for name in fnmatch.filter(names, pattern):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            found.append(((directory / name).stat().st_mtime, directory / name))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def why_not_readable() -> str | None:
+    """Why this user cannot look into the directory that OFFBEAT_CACHE_DIR names; None if it is not there or not set."""
+    configured = os.environ.get("OFFBEAT_CACHE_DIR")
+    if not configured:
+        return None
+    try:
+        _names_in(Path(configured))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"the cache directory {configured} cannot be read: {error.strerror}"
+    return None
+
+
+def _names_in(directory: Path) -> list[str]:
+    # With the dot, the system also checks that files in the directory can be opened.
+    return os.listdir(os.path.join(directory, "."))
 
 
 def _configured_directory() -> Path | None:
@@ -119,35 +163,37 @@ def _configured_directory() -> Path | None:
         return None
 
 
-def _why_not_trusted(directory: Path, *, writable: bool = True) -> str | None:
-    """Who can write to the directory can make this process run any code. None if that is this user alone."""
+def _is_trusted(directory: Path) -> bool:
+    """Who can write to the directory can make this process run any code. Warns if that is not this user alone."""
     try:
-        if writable:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = directory.stat()
-    except OSError as error:
-        return f"the cache directory {directory} cannot be used: {error}"
+    except OSError:  # it has just been removed
+        return False
     if found.st_uid not in (os.getuid(), 0):  # root can change this program anyway
-        return (
-            f"the cache directory {directory} is not trusted: it belongs to user {found.st_uid}, not to {os.getuid()}"
-        )
-    if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        return (
-            f"the cache directory {directory} is not trusted: others may write to it (mode {found.st_mode & 0o777:o})"
-        )
-    if writable and not os.access(directory, os.W_OK):
-        return f"the cache directory {directory} cannot be written to"
-    return None
+        problem = f"it belongs to user {found.st_uid}, not to {os.getuid()}"
+    elif found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        problem = f"others may write to it (mode {found.st_mode & 0o777:o})"
+    else:
+        return True
+    _warn_once(
+        f"the cache directory {directory} is not trusted: {problem}; kernels are neither loaded from it nor kept in it."
+        " Set OFFBEAT_CACHE_DIR to a directory of yours"
+    )
+    return False
 
 
 def warn_of_torch(reason: str) -> None:
     """Say once in a process that steps are slower than they could be, and what to do about it."""
     if why_not_wanted() is None and not _warned:
         _warned.append(reason)
+        if why_no_compiler() is not None and why_not_readable() is not None:
+            ways = "Let this user read the directory (chmod -R a+rX); or install a C compiler"
+        else:
+            ways = "Install a C compiler; or fill a cache on a machine that has one, copy it and set "
+            ways += "OFFBEAT_CACHE_DIR to it"
         warnings.warn(
             f"offbeat has no compiled kernels for the CPU: {reason}. Steps use torch's own operators, most of which "
-            "are slower. Install a C compiler; or fill a cache on a machine that has one, copy it and set "
-            "OFFBEAT_CACHE_DIR to it; or set OFFBEAT_NO_COMPILER=1, which also silences this warning",
+            f"are slower. {ways}; or set OFFBEAT_NO_COMPILER=1, which also silences this warning",
             stacklevel=2,
         )
 
@@ -162,7 +208,10 @@ def _warn_once(message: str) -> None:
 
 @functools.cache
 def _private_directory() -> Path:
-    directory = tempfile.mkdtemp(prefix="offbeat-")
+    try:
+        directory = tempfile.mkdtemp(prefix="offbeat-")
+    except OSError as error:
+        raise CompilerError(f"there is no directory for compiled kernels: {error}; set OFFBEAT_CACHE_DIR") from error
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
 
@@ -172,16 +221,13 @@ def load(source: str) -> ctypes.CDLL:
     """The library made from ``source``. Raises :class:`CompilerError`."""
     name = digest(source + _target())
     reason = why_no_compiler()
-    if reason is None:
-        path = cache_directory() / f"{name}-{digest(version_of(find_compiler() or ()))[:8]}.so"
-        known = [path] if path.exists() else []
-    else:
-        known = cached(f"{name}-*.so")
-    for one in known:
+    made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"
+    for one in cached(f"{name}-{made_by}.so"):
         with contextlib.suppress(OSError):  # damaged, or built for another system: build it anew
             return ctypes.CDLL(str(one))
     if reason is not None:
-        raise CompilerError(reason)
+        raise CompilerError(why_not_readable() or reason)
+    path = cache_directory() / f"{name}-{made_by}.so"
     problem: OSError | None = None
     for own_threads in (False, True):
         try:
