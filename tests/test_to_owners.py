@@ -372,18 +372,188 @@ def test_what_cannot_be_right_raises_on_every_rank():
             assert words in found[what], (what, found[what])
 
 
-def pass_too_many(rank: int, world: int) -> str:
+# What ranks could get wrong in silence, or hang in. One pair of processes runs all of these.
+
+
+def small(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def begin(model: Sometimes, *more: nn.Parameter, **kw: Any) -> tuple[Any, Any]:
+    """A DDP module and a chain; ``more`` are parameters for its AdamW."""
+    split = offbeat.split_parameters(model)
+    muon = offbeat.Muon(split.matrices, lr=0.02, ns_dtype=torch.float32)
+    optimizer = offbeat.Chain([muon, offbeat.AdamW([*split.rest, *more], lr=0.01)])
+    return nn.parallel.DistributedDataParallel(model, **{"find_unused_parameters": True, **kw}), optimizer
+
+
+def pass_too_many(rank: int, world: int, kw: dict[str, Any]) -> Any:
+    """Forgets zero_grad() once, or calls it between forward() and backward() as many loops do."""
+    ends, said = [], "nothing"
+    for forgets in (True, False):
+        model = Sometimes()
+        model.never = nn.Identity()
+        ddp, optimizer = begin(model, **kw)
+        offbeat.reduce_to_owners(optimizer, ddp)
+        for step in range(4):
+            if forgets and step == 2:
+                said = raised(lambda: ddp(small(rank, 7), True).square().mean().backward())
+            loss = ddp(small(rank, step), True).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ends.append(values(model))
+    return said, all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
+
+
+def not_reduced(rank: int, world: int, how: str) -> Any:
+    """A matrix of the optimizer that DDP does not reduce."""
+    model, extra = Sometimes(), nn.Linear(2, 5, bias=False)
+    nn.init.constant_(extra.weight, 0.1)
+    p = extra.weight if how == "added outside" else model.last.weight
+    p.requires_grad_(how == "added outside")
+    ddp, optimizer = begin(model)
+    if how == "frozen":
+        optimizer.add_param_group({"params": [p], "optimizer": 0})
+        said = raised(lambda: offbeat.reduce_to_owners(optimizer, ddp))
+        return said, optimizer.optimizers[0].owners is None
+    if how == "unfrozen":
+        p.requires_grad_()
+        optimizer.add_param_group({"params": [p], "optimizer": 0})
+    handle = offbeat.reduce_to_owners(optimizer, ddp)
+    if how == "added outside":
+        optimizer.add_param_group({"params": [p], "optimizer": 0})
+    before = {**values(model), "extra": extra.weight.detach().clone()}
+    extra(ddp(small(rank), True)).square().mean().backward()
+    said = raised(lambda: handle.clip_grad_norm_(1.0)), raised(optimizer.step)
+    after = {**values(model), "extra": extra.weight.detach()}
+    return said[0], said[0] == said[1] and all(torch.equal(q, after[k]) for k, q in before.items())
+
+
+def clip_outside(rank: int, world: int, differs: bool) -> Any:
+    """Clips parameters outside of the DDP module too, as torch does."""
+    found = []
+    for owned in (True, False):
+        model, extra = Sometimes(), nn.Linear(2, 3)
+        for p in extra.parameters():
+            nn.init.constant_(p, 0.5)
+        ddp, optimizer = begin(model, *extra.parameters())
+        clip: Any = offbeat.reduce_to_owners(optimizer, ddp, exact=True).clip_grad_norm_ if owned else None
+        extra(ddp(small(rank), True)).square().mean().backward()
+        if differs:
+            before = extra.weight.grad.clone()
+            return raised(lambda clip=clip: clip(LIMIT)), torch.equal(extra.weight.grad, before)
+        for p in extra.parameters():
+            dist.all_reduce(p.grad)
+        everyone = [*model.parameters(), *extra.parameters()]
+        norm = clip(LIMIT) if owned else nn.utils.clip_grad_norm_(everyone, LIMIT)
+        grads = [p.grad for p in everyone if p.grad is not None and not isinstance(p.grad, OwnedGradient)]
+        optimizer.step()
+        found.append((norm, grads[-2:], [p.detach() for p in everyone]))
+    (norm, grads, params), (norm2, grads2, params2) = found
+    return norm > LIMIT and torch.equal(norm, norm2), all(map(torch.equal, [*grads, *params], [*grads2, *params2]))
+
+
+def clip_missing(rank: int, world: int) -> Any:
+    """One rank has no gradient of a matrix, then none of any; then nobody has."""
+    model = Sometimes()
+    ddp, optimizer = begin(model)
+    handle = offbeat.reduce_to_owners(optimizer, ddp)
+    ddp(small(rank), True).square().mean().backward()
+    if rank == 1:
+        model.last.weight.grad = None
+    said = [raised(lambda: handle.clip_grad_norm_(1.0))]
+    if rank == 1:
+        optimizer.zero_grad()
+    said.append(raised(lambda: handle.clip_grad_norm_(1.0)))
+    optimizer.zero_grad()
+    words = "gradients for different parameters"
+    return all(words in one for one in said), handle.clip_grad_norm_(1.0) == 0
+
+
+def second_fails(rank: int, world: int) -> Any:
+    """The second Muon of a chain has other matrices on the other rank."""
     model = Sometimes()
     ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    split = offbeat.split_parameters(model)
-    offbeat.reduce_to_owners(offbeat.Muon(split.matrices), ddp)
-    ddp(torch.ones(4, 6), True).square().mean().backward()
-    return raised(lambda: ddp(torch.ones(4, 6), True).square().mean().backward())
+    first = offbeat.Muon([model.first.weight])
+    second = offbeat.Muon([model.last.weight, model.sometimes.weight][: 1 + rank])
+    said = raised(lambda: offbeat.reduce_to_owners(offbeat.Chain([first, second]), ddp))
+    alone = first.owners is None and first.sharing_group is None and not first.state
+    ddp(small(rank), True).square().mean().backward()
+    first.step()  # as if nothing had been asked for
+    first.zero_grad()
+    offbeat.reduce_to_owners(first, ddp)
+    return said, alone and first.owners is not None
 
 
-def test_a_backward_pass_that_would_add_to_a_gradient_that_is_elsewhere_raises():
-    for found in run_ranks(pass_too_many, 2):
-        assert "no_sync()" in found
+def static_graph(rank: int, world: int, how: str) -> Any:
+    """The ranks use different layers in a static graph, overlapped."""
+    ends = []
+    for one in (how, "alone"):
+        model = Sometimes()
+        ddp, optimizer = begin(model, find_unused_parameters=False, static_graph=True, bucket_cap_mb=0.0005)
+        if one == "owned":
+            offbeat.reduce_to_owners(optimizer, ddp, exact=True)
+        elif one == "shared":
+            optimizer.share_matrices(exact=True)
+        if one != "alone":
+            offbeat.overlap(optimizer, ddp)
+        for step in range(4):
+            ddp(small(rank, step), rank == 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(values(model))
+    return "", all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
+
+
+DENSE = {"find_unused_parameters": False}
+# By name: the function, its arguments, and what it says.
+CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "a pass too many": (pass_too_many, (DENSE,), "zero_grad() before backward()"),
+    "a pass too many, unused parameters": (pass_too_many, ({},), "zero_grad() before backward()"),
+    "a pass too many, static graph": (
+        pass_too_many,
+        ({**DENSE, "static_graph": True},),
+        "zero_grad() before backward()",
+    ),
+    "frozen": (not_reduced, ("frozen",), "frozen matrix"),
+    "unfrozen": (not_reduced, ("unfrozen",), "has not been reduced to its owner"),
+    "added outside": (not_reduced, ("added outside",), "has not been reduced to its owner"),
+    "clip outside": (clip_outside, (False,), ""),
+    "clip outside, other gradients": (clip_outside, (True,), "have different gradients on the ranks"),
+    "clip, missing gradients": (clip_missing, (), ""),
+    "the second of a chain fails": (second_fails, (), "the ranks have different parameters"),
+    "static graph, owned": (static_graph, ("owned",), ""),
+    "static graph, shared": (static_graph, ("shared",), ""),
+}
+
+
+def all_cases(rank: int, world: int, names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        function, args, _ = CASES[name]
+        try:
+            found[name] = function(rank, world, *args)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases():
+    return run_ranks(all_cases, 2, list(CASES), seconds=120)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_goes_wrong_in_silence(name, cases):
+    for found in (one[name] for one in cases):
+        assert not isinstance(found, str), found
+        said, right = found
+        assert right
+        if isinstance(said, str):
+            assert CASES[name][2] in said
+        else:
+            assert said
 
 
 def with_dcp(rank: int, world: int, folder: str) -> Any:

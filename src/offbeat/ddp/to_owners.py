@@ -9,16 +9,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.futures import Future, collect_all
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch
-from offbeat._torch import foreach_copy_, foreach_mul_, foreach_norm, foreach_zero_
+from offbeat._torch import foreach_mul_, foreach_norm
+from offbeat.ddp.bucket_to_owners import bucket_to_owners
 from offbeat.ddp.comm_hook import CommHook
 from offbeat.ddp.mean import DdpMean
-from offbeat.engine.agree import norms_of_owners
-from offbeat.engine.owned import OwnedGradient, gradient_of
+from offbeat.engine.agree import check_same_kinds, check_same_norms, norms_of_owners
+from offbeat.engine.owned import OwnedGradient, gradient_of, reduced_gradient
 from offbeat.optim import Chain, RuleOptimizer
 
 __all__ = ["ReducedToOwners", "reduce_to_owners"]
@@ -63,9 +64,16 @@ def reduce_to_owners(optimizer: Optimizer, module: DistributedDataParallel, *, e
     parts = _check(optimizer, module)
     handle = ReducedToOwners(optimizer, module, parts, exact)
     hook = CommHook.register(module)
-    for one in parts:
-        one.own_matrices(module.process_group, exact=exact)
-    handle.begin(hook)
+    try:
+        for one in parts:
+            one.own_matrices(module.process_group, exact=exact)
+        for one in parts:
+            one.init_state()  # on every rank, so that nobody takes a step to create it
+        handle.begin(hook)
+    except BaseException:
+        for one in parts:
+            one.disown_matrices(gather=False)  # no step has changed any state
+        raise
     return handle
 
 
@@ -91,21 +99,36 @@ def _check(optimizer: Any, module: Any) -> list[RuleOptimizer]:
     hook = CommHook.find(module, instead="as gradients are reduced either by it or to owners")
     if hook is not None and hook.reducer is not None:
         raise ValueError(f"{hook.reducer.conflict}; leave it or reduce_to_owners() out")
-    ignored = module.parameters_to_ignore
-    inside = {id(p) for name, p in module.module.named_parameters(remove_duplicate=False) if name not in ignored}
+    inside = _inside(module)
     for one in parts:
         if one.sharing_group is not None:
             raise ValueError(
                 f"{type(one).__name__} shares its matrices already; leave share_matrices() out, or call remove() of "
                 "the handle that reduce_to_owners() returned before"
             )
-        for p in (p for group in one.param_groups for p in group["params"]):
+        for p in _params(one):
             if id(p) not in inside:
                 raise ValueError(
                     f"the optimizer has a matrix of shape {tuple(p.shape)} that the DistributedDataParallel module "
                     "does not reduce; pass the module whose parameters the optimizer has"
                 )
+            if not p.requires_grad:
+                raise ValueError(
+                    f"the optimizer has a frozen matrix of shape {tuple(p.shape)} (requires_grad=False), which "
+                    "DistributedDataParallel does not reduce; leave it out of the optimizer, or unfreeze it before the "
+                    "DistributedDataParallel module is made"
+                )
     return parts
+
+
+def _inside(ddp: DistributedDataParallel) -> set[int]:
+    """Ids of the parameters that DDP reduces, if they require gradients."""
+    ignored = ddp.parameters_to_ignore
+    return {id(p) for name, p in ddp.module.named_parameters(remove_duplicate=False) if name not in ignored}
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class ReducedToOwners:
@@ -123,6 +146,8 @@ class ReducedToOwners:
         self._parts = parts
         self._mean = DdpMean(ddp)
         self._hook: CommHook | None = None
+        self._watch: Any = None
+        self._reduced: set[int] = set()  # ids of the matrices that this pass has reduced to their owners
 
     def begin(self, hook: CommHook) -> None:
         """Reduce the buckets of this hook's module."""
@@ -130,6 +155,11 @@ class ReducedToOwners:
             hook.reduce_with(self)
             hook.add_listener(self)
             self._hook = hook
+            self._watch = self._module().register_forward_hook(_watcher(weakref.ref(self)))
+
+    def is_of(self, module: Any) -> bool:
+        """Whether this handle reduces the gradients of ``module``, and not of one that it was copied to."""
+        return self._ddp() is module
 
     def owner(self, p: Tensor) -> int | None:
         """The rank, in DDP's process group, that owns the parameter ``p``; None if its gradient is all-reduced."""
@@ -143,7 +173,8 @@ class ReducedToOwners:
         """Clip the gradients of the optimizer's parameters, as :func:`torch.nn.utils.clip_grad_norm_` does.
 
         Call it on every rank between ``backward()`` and ``step()``. Each matrix counts once: the ranks exchange one
-        number for each.
+        number for each. Parameters of the optimizer that are outside of the DDP module, or ignored by it, count
+        too. DDP does not reduce their gradients; all ranks raise if they have different norms.
 
         Args:
             max_norm: the largest norm of all gradients together.
@@ -154,12 +185,23 @@ class ReducedToOwners:
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        here = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        params = [p for p in self._module().parameters() if id(p) in here and p.grad is not None]
+        here = {id(p): p for p in _params(optimizer)}
+        every = [p for p in self._module().parameters() if here.pop(id(p), None) is not None] + list(here.values())
+        inside = _inside(self._module())
+        group = self._parts[0].sharing_group
+        if group is not None:  # before anything that only some ranks would do
+            check_same_kinds([type(p.grad).__name__ for p in every], group, every[0].device)
+        params = [p for p in every if p.grad is not None]
+        for p in params:
+            if type(p.grad) is Tensor and self.owner(p) is not None:
+                reduced_gradient(p)  # raises
         grads = [g for p in params if (g := gradient_of(p)) is not None]
         if not grads:
             return torch.zeros(())
         norms = list(foreach_norm(grads))
+        outside = [norm for p, norm in zip(params, norms, strict=True) if id(p) not in inside]
+        if outside and group is not None:
+            check_same_norms(outside, group)
         for one in self._parts:
             if one.owners is not None:
                 some = [i for i, p in enumerate(params) if p in one.owners and isinstance(p.grad, OwnedGradient)]
@@ -181,18 +223,17 @@ class ReducedToOwners:
 
     def remove(self) -> None:
         """Bring all state to all ranks and let DDP all-reduce gradients again. Every rank must call this together."""
-        for one in self._parts:
-            for p in (p for group in one.param_groups for p in group["params"]):
-                if isinstance(p.grad, OwnedGradient):
-                    raise RuntimeError(
-                        "remove() was called between backward() and zero_grad(), when only owners have gradients; call "
-                        "optimizer.step() and optimizer.zero_grad() first"
-                    )
+        if self._has_gradients():
+            raise RuntimeError(
+                "remove() was called between backward() and zero_grad(), when only owners have gradients; call "
+                "optimizer.step() and optimizer.zero_grad() first"
+            )
         for one in self._parts:
             one.disown_matrices()
         if self._hook is not None:
             self._hook.release(self)
             self._hook.remove_listener(self)
+            self._watch.remove()
             self._hook = None
 
     # As the reducer and a listener of the module's CommHook
@@ -205,11 +246,15 @@ class ReducedToOwners:
                 "join() cannot be used with reduce_to_owners(): a rank that has no more data would still own matrices; "
                 "give all ranks the same number of batches"
             )
-        owners = [self.owner(p) for p in bucket.parameters()]
+        params = bucket.parameters()
+        if bucket.index() == 0:
+            self._reduced.clear()  # those of a pass that failed
+        owners = [self.owner(p) for p in params]
         assert self._hook is not None
         if self._hook.accumulates or all(owner is None for owner in owners):
             return self._mean.start(bucket, defer=False)[0]
-        return _to_owners(bucket, owners, ddp.process_group)
+        self._reduced.update(id(p) for p, owner in zip(params, owners, strict=True) if owner is not None)
+        return bucket_to_owners(bucket, owners, ddp.process_group)
 
     def bucket_filled(self, params: Sequence[Tensor], index: int) -> Callable[[Sequence[Tensor]], None] | None:
         """See :class:`offbeat.ddp.Listener`."""
@@ -221,16 +266,43 @@ class ReducedToOwners:
         return False
 
     def pass_ended(self) -> None:
-        """See :class:`offbeat.ddp.Listener`. From here on nobody but the step reads the gradients of matrices."""
+        """See :class:`offbeat.ddp.Listener`. From here on nobody but the step reads the gradients of matrices.
+
+        A matrix that was in no bucket has this rank's own gradient, which stays as it is: the step refuses it.
+        """
+        reduced, self._reduced = self._reduced, set()
         if self._hook is None or self._hook.accumulates:
             return
         for one in self._parts:
-            for p in (p for group in one.param_groups for p in group["params"]):
-                if type(p.grad) is Tensor and one.owners is not None and p in one.owners:
+            for p in _params(one):
+                if id(p) in reduced and type(p.grad) is Tensor:
                     p.grad = OwnedGradient(p, p.grad, one.sharing_group)
 
     def failed(self, error: BaseException) -> None:
         """See :class:`offbeat.ddp.Listener`."""
+
+    # Before a backward pass
+
+    def watch(self, output: Any) -> None:
+        """Look for a forgotten ``zero_grad()`` when backward reaches this output of the DDP module.
+
+        DDP has begun no bucket then and can be used again. After ``forward()`` would be too early: many loops call
+        ``zero_grad()`` between it and ``backward()``.
+        """
+        for t in _torch.pytree.tree_leaves(output):
+            if isinstance(t, Tensor) and t.grad_fn is not None:
+                t.register_hook(self._check_cleared)  # type: ignore[no-untyped-call]
+
+    def _check_cleared(self, grad: Tensor) -> None:
+        if self._has_gradients():
+            raise RuntimeError(
+                "the gradients of an earlier backward pass have been reduced to the owners of matrices, and this pass "
+                "would add to them; call optimizer.zero_grad() before backward(), and accumulate gradients under "
+                "no_sync()"
+            )
+
+    def _has_gradients(self) -> bool:
+        return any(isinstance(p.grad, OwnedGradient) for one in self._parts for p in _params(one))
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
@@ -238,59 +310,14 @@ class ReducedToOwners:
         return ddp
 
 
-def _to_owners(bucket: Any, owners: Sequence[int | None], group: Any) -> Future[Any]:
-    """Reduce matrices to their owners and all-reduce the rest.
+def _watcher(handle: weakref.ref[ReducedToOwners]) -> Callable[..., None]:
+    """A forward hook. A function, and not a method, so that a copy of the module does not copy the handle."""
 
-    One all-to-all brings the parts of each matrix to its owner, which adds them up in the order of ranks. The bucket
-    then has zeros where another rank is the owner.
-    """
-    buffer, ranks, me = bucket.buffer(), dist.get_world_size(group), dist.get_rank(group)
-    start = buffer.storage_offset()
-    # A gradient's numbers lie together in the bucket, whatever its layout.
-    pieces = [buffer.narrow(0, g.storage_offset() - start, g.numel()) for g in bucket.gradients()]
-    rest = [piece for piece, owner in zip(pieces, owners, strict=True) if owner is None]
-    by_owner = [[piece for piece, owner in zip(pieces, owners, strict=True) if owner == r] for r in range(ranks)]
-    mine, others = by_owner[me], [piece for r, some in enumerate(by_owner) if r != me for piece in some]
-    sizes = [sum(piece.numel() for piece in some) for some in by_owner]
-    wide = buffer.dtype in (torch.float32, torch.float64)
-    sent = _packed([piece for some in by_owner for piece in some], buffer)
-    shared = _packed(rest, buffer)
-    if not wide:  # sums could overflow
-        sent.mul_(1 / ranks)
-        shared.mul_(1 / ranks)
-    arrived = buffer.new_empty(ranks * sizes[me])
-    width = buffer.element_size()
-    underway = [
-        dist.all_to_all_single(
-            arrived.view(torch.uint8), sent.view(torch.uint8), [width * sizes[me]] * ranks,
-            [width * size for size in sizes], group=group, async_op=True,
-        ).get_future()
-    ]  # fmt: skip
-    if rest:
-        underway.append(dist.all_reduce(shared, group=group, async_op=True).get_future())
+    def watch(module: Any, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not module.require_backward_grad_sync:
+            return
+        found = handle()
+        if found is not None and found.is_of(module):
+            found.watch(output)
 
-    def unpack(done: Future[Any]) -> Any:
-        for one in done.value():
-            one.value()  # raises if it has failed
-        total, *more = torch.split(arrived, sizes[me]) if sizes[me] else [arrived]
-        for part in more:
-            total.add_(part)
-        if wide:
-            total.mul_(1 / ranks)
-            shared.mul_(1 / ranks)
-        _unpack(total, mine)
-        _unpack(shared, rest)
-        if others:
-            foreach_zero_(others)
-        return buffer
-
-    return collect_all(underway).then(unpack)
-
-
-def _packed(pieces: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(pieces) if pieces else like.new_empty(0)
-
-
-def _unpack(flat: Tensor, pieces: list[Tensor]) -> None:
-    if pieces:
-        foreach_copy_(pieces, list(torch.split(flat, [piece.numel() for piece in pieces])))
+    return watch

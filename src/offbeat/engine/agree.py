@@ -16,6 +16,8 @@ from offbeat.engine.owners import rounds
 __all__ = [
     "check_agreement",
     "check_same_gradients",
+    "check_same_kinds",
+    "check_same_norms",
     "check_same_parameters",
     "norms_of_owners",
     "send_from_owners",
@@ -46,6 +48,24 @@ def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
         raise RuntimeError(
             "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
             "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+        )
+
+
+def check_same_kinds(kinds: Sequence[str], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless the same parameters have gradients, of the same types, on all ranks."""
+    if not _same(repr(kinds), group, device):
+        raise RuntimeError(
+            "the ranks have gradients for different parameters, so they cannot compute one norm of all gradients; make "
+            "sure that all ranks use the same parameters, or fill in zeros for gradients that are missing"
+        )
+
+
+def check_same_norms(norms: Sequence[Tensor], group: Any) -> None:
+    """Raise, on every rank alike, unless all ranks have the same norms of gradients that DDP does not reduce."""
+    if not _same(repr([norm.item() for norm in norms]), group, norms[0].device):
+        raise RuntimeError(
+            "parameters outside of the DistributedDataParallel module have different gradients on the ranks, so the "
+            "ranks would clip differently; average these gradients first, or put the parameters into the module"
         )
 
 

@@ -81,7 +81,8 @@ def reduced_gradient(p: Tensor) -> Tensor | None:
     if p.grad is not None and not isinstance(p.grad, OwnedGradient):
         raise RuntimeError(
             f"the gradient of a matrix of shape {tuple(p.shape)} has not been reduced to its owner: it was set by "
-            "hand, or its backward pass ran under no_sync() or around DistributedDataParallel. Run the last backward "
-            "pass of a step through the DistributedDataParallel module, outside of no_sync()"
+            "hand, its backward pass ran under no_sync() or around DistributedDataParallel, or the matrix was not in "
+            "the module, or frozen, when that was made. Run the last backward pass of a step through the "
+            "DistributedDataParallel module, outside of no_sync(), with all matrices of the optimizer in the module"
         )
     return gradient_of(p)

@@ -76,11 +76,15 @@ class SharesMatrices:
     def own_matrices(self, process_group: Any, *, exact: bool) -> None:
         """Have the gradients and the state of each matrix on its owner alone. Whoever calls this reduces them there."""
         self._share(process_group, exact, owned=True)
-        self.init_state()  # on every rank, so that nobody takes a step to create it
 
-    def disown_matrices(self) -> None:
-        """Bring all state to all ranks, and share no more. Every rank must call this together."""
-        self.gather_state()
+    def disown_matrices(self, *, gather: bool = True) -> None:
+        """Bring all state to all ranks, and share no more. Every rank must call this together.
+
+        Args:
+            gather: whether to bring the state. Without, nothing is sent.
+        """
+        if gather:
+            self.gather_state()
         self._sharing = None
         self._engine = Engine(self.rule, None)
 

@@ -60,7 +60,7 @@ class DdpSource(Source):
         super().__init__(step, ddp)
         self._running = False
         self._used_here: set[int] = set()
-        self._finds_unused = bool(ddp.find_unused_parameters)
+        self._finds_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._hook = CommHook.register(ddp)
         if not self._hook.listeners and isinstance(self._hook.reducer, UserHook):
             self._hook.release(self._hook.reducer)  # that of an overlap that has been removed
