@@ -103,50 +103,39 @@ class Exchange:
         commit: Callable[[Bucket, Tensor, bool], None],
         *,
         before_any: Callable[[], None] | None = None,
-        commit_pair: Callable[[Bucket, Tensor], None] | None = None,
     ) -> None:
         """Reduce the buckets in order, and call ``commit(bucket, result, last)`` for each of them.
 
         The pieces are not changed.
 
         Args:
-            commit_pair: called as ``commit_pair(bucket, theirs)`` in place of ``commit`` where two ranks of the same
-                weight simply send each other what they have: as many bytes, and fewer passes over memory.
             before_any: called when all buckets are reduced, before the first is committed; there must be no more
                 buckets than slots.
         """
         assert not shares.nobody, "a mean needs at least one rank with a weight"
         ranks = peers.size
-        on_the_way: deque[tuple[Bucket, Tensor, Any, Callable[[Bucket, Tensor], None] | None]] = deque()
+        on_the_way: deque[tuple[Bucket, Tensor, Any]] = deque()
         slots = 2 if before_any is None else Slots.COUNT
         left = len(buckets)
 
         def land() -> None:
             nonlocal left
-            bucket, flat, work, as_pair = on_the_way.popleft()
+            bucket, flat, work = on_the_way.popleft()
             work.wait()
             left -= 1
-            if as_pair is None:
-                commit(bucket, flat, left == 0)
-            else:
-                as_pair(bucket, flat)
+            commit(bucket, flat, left == 0)
 
         try:
             for index, bucket in enumerate(buckets):
                 if len(on_the_way) == slots:
                     land()
                 flat = self._slots.get(index % slots, bucket.size, bucket.dtype, bucket.device)
-                as_pair = commit_pair if _can_be_sent_as_it_is(bucket, flat, peers, shares) else None
-                if as_pair is not None:
-                    splits = [0 if rank == peers.rank else flat.numel() for rank in range(2)]
-                    work: Any = peers.all_to_all(flat, bucket.pieces[0], splits, splits)
-                else:
-                    _fill(bucket, flat, shares)
-                    work = ordered_sum(peers, flat) if self.ordered else peers.all_reduce(flat)
-                on_the_way.append((bucket, flat, work, as_pair))
+                _fill(bucket, flat, shares)
+                work = ordered_sum(peers, flat) if self.ordered else peers.all_reduce(flat)
+                on_the_way.append((bucket, flat, work))
                 self.bytes_sent += 2 * (ranks - 1) * flat.numel() * flat.itemsize // ranks
             if before_any is not None:
-                for _, _, work, _ in on_the_way:
+                for *_, work in on_the_way:
                     work.wait()
                 before_any()
             while on_the_way:
@@ -174,15 +163,6 @@ class Exchange:
             self._buckets = cut(items, self._slots.bytes, self.reduce_dtype)
             self._remembered = (tensors, places)
         return self._buckets
-
-
-def _can_be_sent_as_it_is(bucket: Bucket, flat: Tensor, peers: Peers, shares: Shares) -> bool:
-    """Whether a bucket is one flat tensor in CPU memory, of two ranks with the same weight."""
-    if peers.size != 2 or shares.divisor != 2 or bucket.how == FIRST or len(bucket.pieces) != 1:
-        return False
-    (piece,) = bucket.pieces
-    here = piece.device == flat.device == torch.device("cpu")
-    return here and piece.dtype == flat.dtype and piece.is_floating_point() and piece.dim() == 1
 
 
 def _fill(bucket: Bucket, flat: Tensor, shares: Shares) -> None:

@@ -36,10 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["InPlace", "OnCopy", "Round", "not_finite", "vote"]
 
 
-#: Elements that two operations one after the other take from memory once.
-CACHED = 1 << 17
-
-
 class Round:
     """One exchange.
 
@@ -221,13 +217,7 @@ class Round:
             else:
                 piece.copy_(reduced)
 
-        def commit_pair(bucket: Bucket, theirs: Tensor) -> None:
-            (piece,) = bucket.pieces
-            sign = -0.5 if as_difference[id(bucket)] else 0.5
-            for mine, other in zip(torch.split(piece, CACHED), torch.split(theirs, CACHED), strict=True):
-                mine.mul_(sign).add_(other, alpha=0.5)
-
-        track.exchange.reduce(buckets, peers, shares, commit, commit_pair=commit_pair)
+        track.exchange.reduce(buckets, peers, shares, commit)
         for stream in self._streams.values():
             stream.synchronize()
 
