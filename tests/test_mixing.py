@@ -97,3 +97,25 @@ def test_mixing_is_checked():
     with pytest.raises(ValueError, match=r"mixing must be at least 0 and less than 1, but got 1\.5"):
         offbeat.Level(every=4, mixing=1.5)
     assert offbeat.Level(every=4, delay=3).kept == 0.0
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_counters_of_buffers_are_whole(delay):
+    """BatchNorm's number of batches goes on counting; only numbers with a fraction are mixed."""
+
+    def replica(rank, peers):
+        with SEEDING:
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+        optimizer = offbeat.LocalSGD(sgd(model), model, every=3, delay=delay, mixing=0.5, group=peers, subgroup=None)
+        for step in range(8):
+            model(
+                torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            ).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return int(model[1].num_batches_tracked), model[1].running_mean.clone()
+
+    (one, a), (two, b) = offbeat.Simulation(2).run(replica)
+    assert one == two == 8
+    assert not torch.equal(a, b)

@@ -227,20 +227,23 @@ class Round:
         self._settle()
         here = {item.name: item for item in self.track.items()}
         views = dict(zip([item.name for item in self._copied()], self.track.snapshot.views, strict=True))
-        together: list[tuple[Tensor, Tensor]] = []
-        share = 1.0 - self._kept if self.track.outer is None else 1.0  # an outer optimizer's mixing is of parameters
+        together: dict[float, list[tuple[Tensor, Tensor]]] = {}
+        kept = self._kept if self.track.outer is None else 0.0  # an outer optimizer's mixing is of parameters
+        share = 1 - kept if kept else 1
         for item in items:
             if item.name not in here:
                 continue
             part, view = local_part(here[item.name].tensor), views[item.name]
             if not item.late or self.final:
                 part.copy_(view, non_blocking=True)
-            elif part.device == view.device:
-                together.append((part, view))
+                continue
+            alpha = share if part.is_floating_point() or part.is_complex() else 1  # whole numbers are counters
+            if part.device == view.device:
+                together.setdefault(alpha, []).append((part, view))
             else:  # one after the other, so that a copy in CPU memory is not brought back as a whole
-                part.add_(view.to(part.device, non_blocking=True), alpha=share)
-        if together:
-            _torch.foreach_add_([p for p, _ in together], [v for _, v in together], alpha=share)
+                part.add_(view.to(part.device, non_blocking=True), alpha=alpha)
+        for alpha, pairs in together.items():
+            _torch.foreach_add_([p for p, _ in pairs], [v for _, v in pairs], alpha=alpha)
 
     def _copied(self) -> list[Item]:
         """The items of the copy, in order."""
