@@ -80,6 +80,7 @@ def run(rank: int, options: dict[str, Any], say: Callable[..., None]) -> dict[st
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
         kept.append((module, optimizer))
         times: list[float] = []
+        dist.barrier()  # what was sent before has arrived, and is not counted here
         before = link.sent_bytes()
         while len(times) < steps:
             link.limit_rate(options["link"], options["mbit"])
@@ -97,6 +98,7 @@ def run(rank: int, options: dict[str, Any], say: Callable[..., None]) -> dict[st
                 times[-1] = time.perf_counter() - began
             say(doing=f"{name}, step {len(times)}", arm=name, step=len(times), of=steps, loss=loss.item())
         seconds = None
+        dist.barrier()
         after = link.sent_bytes()
         results[name] = {
             "steps": steps,
