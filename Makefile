@@ -13,7 +13,7 @@ PINS ?= constraints.txt
 COMPAT_TESTS := against_torch cuda distributed functional local_sgd optim_db optimizer overlap overlap_cells overlap_cuda \
 	overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
 
-.PHONY: help demo test lint types imports unit compat bench convergence docs clean
+.PHONY: help demo test lint types imports unit compat bench bench-gpu convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
@@ -21,6 +21,7 @@ help:
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
+	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
 	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
 
 # What a user has: torch and the command line. torch comes first and pinned: asked for by another package it would be
@@ -73,6 +74,26 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks.sync memory --save
 	$(BIN)/python -m benchmarks.overlap link --save  # these two need root and iproute2
 	$(BIN)/python -m benchmarks.sync link --save
+
+# Not in .venv, whose torch is a CPU build: PYTHON needs torch with CUDA, Triton, pytest, numpy and matplotlib. Each line is
+# a part of its own: GPU="tests step" runs some of them.
+GPU ?= tests step overlap matrices codecs convergence
+bench-gpu: $(GPU:%=bench-gpu-%)
+
+.PHONY: $(GPU:%=bench-gpu-%)
+bench-gpu-tests:
+	PYTHONPATH=src $(PYTHON) -m pytest tests/test_cuda.py tests/test_triton.py tests/test_compact.py tests/test_overlap_cuda.py \
+		tests/test_sync_cuda.py tests/test_wire_triton.py tests/test_matrix.py
+bench-gpu-step:
+	PYTHONPATH=src $(PYTHON) benchmarks/step.py --device cuda --save
+bench-gpu-overlap:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.overlap gpu --save
+bench-gpu-matrices:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.matrices --device cuda --save
+bench-gpu-codecs:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.codecs --device cuda --numel 268435456
+bench-gpu-convergence:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.convergence --device cuda --save
 
 convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.convergence --save

@@ -1,10 +1,11 @@
 """What training with fewer synchronisations costs: LocalSGD, SlowMo and DiLoCo against DDP at equal tokens.
 
     python -m benchmarks.convergence [--save]
+    python -m benchmarks.convergence --device cuda [--save]   # a GPT of 10 M parameters
     python -m benchmarks.convergence --quick   # a few steps, one seed: does it run?
 
 Replicas are threads of one process with the production code, over `offbeat.Simulation`. ``--save`` writes
-convergence.md, .json and .png to benchmarks/results, and again after every seed.
+convergence.md, .json and .png to benchmarks/results (convergence-cuda.md for a GPU), and again after every seed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from benchmarks.convergence_train import Arm, Task, train
 from benchmarks.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-DATE = "2026-11-18"
 
 local = functools.partial(functools.partial, offbeat.LocalSGD)
 diloco = functools.partial(functools.partial, offbeat.DiLoCo)
@@ -39,6 +40,7 @@ ARMS = {
     "DDP, lr / √2": Arm(rate=1 / math.sqrt(2)),
     "DDP, lr × √2": Arm(rate=math.sqrt(2)),
     "one replica alone, half the batch": Arm(alone=True),
+    "one replica alone, a quarter of the batch": Arm(alone=True),
     "LocalSGD(1)": Arm(local(every=1)),
     "LocalSGD(8)": Arm(local(every=8), like="LocalSGD(1)"),
     "LocalSGD(8), lr × √replicas": Arm(local(every=8), local_rate=math.sqrt, like="DDP, lr × √2"),
@@ -84,7 +86,7 @@ GPT = Task(
     functools.partial(ByteGPT, layers=2, width=32, heads=2, length=64),
     lambda params: offbeat.AdamW(params, lr=1.2e-2, betas=(0.9, 0.95), weight_decay=0.1),
     "AdamW, lr 1.2e-2, betas 0.9 and 0.95, weight decay 0.1",
-    arms=list(ARMS),
+    arms=[name for name in ARMS if "a quarter" not in name],
     replicas=2,
     batch=16,
     tokens=64,
@@ -113,13 +115,29 @@ TASKS = {
     "gpt4": dataclasses.replace(
         GPT, title="4 replicas: the same GPT, the same batch in all", replicas=4, batch=8, arms=FEWER
     ),
+    "gpt10m": Task(
+        "4 replicas: a GPT of 10 M parameters over bytes",
+        functools.partial(sources, length=256, held_out=128),
+        functools.partial(ByteGPT, layers=8, width=320, heads=5, length=256),
+        lambda params: offbeat.AdamW(params, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
+        "AdamW, lr 2e-3, betas 0.9 and 0.95, weight decay 0.1",
+        arms=[*FEWER, "one replica alone, a quarter of the batch"],
+        replicas=4,
+        batch=16,
+        tokens=256,
+        steps=832,
+        synchronised=64,
+        evaluate=32,
+    ),
 }
+#: The largest one needs a GPU.
+ON_CPU = [name for name in TASKS if name != "gpt10m"]
 
 
-def run(name: str, seed: int, steps: int, quick: bool) -> tuple[str, dict[str, Any]]:
+def run(name: str, seed: int, steps: int, quick: bool, device: str) -> tuple[str, dict[str, Any]]:
     """All arms of a task with one seed, and the data in words."""
     task = TASKS[name]
-    samples = task.samples()
+    samples = task.samples().to(device)
     if quick:
         samples = samples._replace(held_out_x=samples.held_out_x[:32], held_out_y=samples.held_out_y[:32])
     found = {}
@@ -132,7 +150,8 @@ def run(name: str, seed: int, steps: int, quick: bool) -> tuple[str, dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, help="all but gpt10m on the CPU, gpt10m on a GPU")
     parser.add_argument("--seeds", nargs="+", type=int, help="0 1 2 unless told; 0 with --quick")
     parser.add_argument("--times", type=int, default=1, help="as many times the steps")
     parser.add_argument("--quick", action="store_true")
@@ -141,25 +160,26 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="write table and plot again, from the saved .json")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    path = options.out / ("convergence" if options.device == "cpu" else f"convergence-{options.device}")
     if options.again:
-        saved = json.loads((options.out / "convergence.json").read_text())
-        write(saved, options.out)
+        write(json.loads(path.with_suffix(".json").read_text()), path)
         return
     machine = describe_machine(" ".join(["python -m benchmarks.convergence", *sys.argv[1:]]))
-    machine |= {"threads": "1 a replica", "date": DATE}
+    machine |= {"threads": "1 a replica", "date": time.strftime("%Y-%m-%d")}
     result: dict[str, Any] = {"machine": machine, "tasks": {}}
     seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    for name in options.tasks:
+    for name in options.tasks or (ON_CPU if options.device == "cpu" else ["gpt10m"]):
         task = TASKS[name]
         for seed in seeds:
             steps = 10 if options.quick else options.times * task.steps
-            words, found = run(name, seed, steps, options.quick)
+            words, found = run(name, seed, steps, options.quick, options.device)
             one = result["tasks"].setdefault(
                 name,
                 {
                     "data": words,
                     **{key: getattr(task, key) for key in ("title", "settings", "replicas", "batch", "unit")},
                     "tokens": task.tokens,
+                    "device": options.device,
                     "steps": steps,
                     "synchronised": min(task.synchronised, steps // 2),
                     "arms": {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in task.arms},
@@ -168,16 +188,16 @@ def main() -> None:
             )
             one["runs"][str(seed)] = found
             if options.save:
-                write(result, options.out)
+                write(result, path)
     print("\n" + pages(result))
 
 
-def write(result: dict[str, Any], out: Path) -> None:
+def write(result: dict[str, Any], path: Path) -> None:
     """The numbers, the table and the plot."""
-    out.mkdir(exist_ok=True, parents=True)
-    (out / "convergence.json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
-    (out / "convergence.md").write_text(pages(result).rstrip() + "\n")
-    plot(result, out / "convergence.png")
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.with_suffix(".json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    path.with_suffix(".md").write_text(pages(result, path.with_suffix(".png").name).rstrip() + "\n")
+    plot(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

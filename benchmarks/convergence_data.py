@@ -26,6 +26,11 @@ class Samples(NamedTuple):
     words: str
     noise: float = 0.0
 
+    def to(self, device: str) -> Samples:
+        """The same samples on another device."""
+        tensors = {name: t.to(device) for name, t in self._asdict().items() if isinstance(t, Tensor)}
+        return self._replace(**tensors)
+
 
 def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) -> Samples:
     """The standard library's sources, cut into windows; each byte's target is the one that follows it.

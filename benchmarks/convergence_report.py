@@ -12,7 +12,7 @@ __all__ = ["pages", "plot"]
 
 #: Bytes a second of the links for which times are computed.
 LINKS = {"1 Gbit/s": 1e9 / 8, "100 Mbit/s": 1e8 / 8}
-ALONE = "one replica alone, half the batch"
+ALONE = "one replica alone"
 #: Of DDP's run: where its loss is what others have to reach.
 MARKS = (0.8, 0.5)
 
@@ -69,7 +69,7 @@ class Rows:
 
     @property
     def step_seconds(self) -> float:
-        arm = ALONE if ALONE in self.task["arms"] else "DDP"
+        arm = next((name for name in self.task["arms"] if name.startswith(ALONE)), "DDP")
         return statistics.median(self.all(arm, lambda run: run["seconds"]))
 
     def sent_each(self, arm: str) -> float:
@@ -88,7 +88,7 @@ class Rows:
     def seconds(self, arm: str, steps: float, rate: float) -> float:
         """The time that this many steps take over a link, computed."""
         task = self.task
-        synchronised = 0 if arm == ALONE else min(steps, task["synchronised"])
+        synchronised = 0 if arm.startswith(ALONE) else min(steps, task["synchronised"])
         run = task["runs"][self.seeds[0]][arm]
         start = run["sent"]["synchronised"] / max(task["synchronised"], 1) * synchronised / rate
         link = self.sent_each(arm) * (steps - synchronised) / rate
@@ -114,12 +114,12 @@ def first_at(curve: list[dict[str, Any]], loss: float) -> float | None:
     return None
 
 
-def pages(result: dict[str, Any]) -> str:
+def pages(result: dict[str, Any], picture: str = "convergence.png") -> str:
     """The whole report."""
     heading = ["# LocalSGD, SlowMo and DiLoCo against DDP at equal tokens", ""]
     heading += [f"- {key}: {value}" for key, value in result["machine"].items()]
     body = [line for task in result["tasks"].values() for line in section(task)]
-    return "\n".join([*heading, "", HOW, "", "![Held-out loss](convergence.png)", "", *body])
+    return "\n".join([*heading, "", HOW, "", f"![Held-out loss]({picture})", "", *body])
 
 
 def section(task: dict[str, Any]) -> Iterator[str]:
@@ -131,7 +131,8 @@ def section(task: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{task['data']}. {task['settings']}. {steps} steps of {task['replicas']} x {task['batch']} samples, "
         f"{steps * each / 1e6:.2f} million {unit}; the first {task['synchronised']} steps are synchronised. Seeds "
-        f"{', '.join(rows.seeds)}. A local step takes {1e3 * rows.step_seconds:.1f} ms of one core."
+        f"{', '.join(rows.seeds)}. A local step takes {1e3 * rows.step_seconds:.1f} ms of "
+        f"{'one core' if task.get('device', 'cpu') == 'cpu' else 'the GPU, which one replica has to itself'}."
     )
     first = rows.all("DDP", lambda run: max(run["first_losses"]) - run["first_losses"][0])
     yield (
@@ -195,7 +196,7 @@ PANELS = {
     ],
     "Controls": [
         "DDP", "LocalSGD(8)", "LocalSGD(1)", "DDP, lr / √2", "LocalSGD(8), lr × √replicas",
-        "DDP, lr × √2", "DiLoCo(32), outer SGD 1.0", ALONE,
+        "DDP, lr × √2", "DiLoCo(32), outer SGD 1.0", f"{ALONE}, half the batch",
     ],
 }  # fmt: skip
 COLOURS = ["black", "#0072b2", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#e69f00", "#7f7f7f"]

@@ -127,6 +127,14 @@ def rate_at(task: Task, arm: Arm, steps: int) -> Callable[[int], float]:
     return rate
 
 
+def now(device: torch.device) -> float:
+    """Seconds: of this thread's processor time, or on a GPU of the wall clock once it is idle."""
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 def train(task: Task, arm: Arm, samples: Samples, seed: int, steps: int) -> dict[str, Any]:
     """Train one arm. Returns its curve, what was sent and how long a step took."""
     replicas = 1 if arm.alone else task.replicas
@@ -136,7 +144,7 @@ def train(task: Task, arm: Arm, samples: Samples, seed: int, steps: int) -> dict
     def replica(rank: int, peers: Any) -> dict[str, Any]:
         with SEEDING:
             torch.manual_seed(seed)
-            model = task.model()
+            model = task.model().to(samples.x.device)
         inner = task.optimizer(model.parameters())
         optimizer = inner
         if not arm.alone:
@@ -146,7 +154,7 @@ def train(task: Task, arm: Arm, samples: Samples, seed: int, steps: int) -> dict
         source = batches(samples, rank, task.replicas, task.batch, seed)
         curve, losses, seconds, sent = [], [], [], {0: 0}
         for step in range(1, steps + 1):
-            start = time.thread_time()
+            start = now(samples.x.device)
             loss = loss_of(model, *next(source))[0]
             loss.backward()
             if not arm.alone:
@@ -155,7 +163,7 @@ def train(task: Task, arm: Arm, samples: Samples, seed: int, steps: int) -> dict
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            seconds.append(time.thread_time() - start)
+            seconds.append(now(samples.x.device) - start)
             losses.append(loss.item())
             if step == warmup:
                 sent[step] = simulation.bytes_sent[rank]

@@ -154,6 +154,25 @@ def test_graphs_keep_their_own_tables():
     assert a.tiers()[0].tier == "fused"
 
 
+def test_an_optimizer_that_dies_during_a_capture_leaves_no_error_behind():
+    """Its graph's pinned memory was read by the stream that is being captured now."""
+
+    def capture(during=lambda: None):
+        (p,) = on_gpu([torch.ones(8, requires_grad=True)])
+        p.grad = torch.ones_like(p)
+        optimizer = offbeat.AdamW([p], lr=0.1, capturable=True)
+        optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            optimizer.step()
+            during()
+        return optimizer, graph
+
+    old = list(capture())
+    capture(old.clear)
+    assert [torch.ones(1, device="cuda").item() for _ in range(3)] == [1.0] * 3
+
+
 @pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
 @pytest.mark.parametrize("mode", ["default", "fused", "lr", "scaler"])
 def test_a_step_never_waits_for_the_device(case, mode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from fractions import Fraction
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 import offbeat
 from offbeat.engine.choice import uses_triton
+from offbeat.engine.cuda import capture as capture_module
 from offbeat.engine.cuda import kernel as kernel_module
 from offbeat.engine.cuda import table as table_module
 from offbeat.engine.cuda.numbers import NotTraceable
@@ -435,6 +437,24 @@ def test_tables_are_kept(monkeypatch):
     assert sent == [1]
     assert len(used) == 4
     del held
+
+
+def test_memory_of_a_graph_is_not_freed_during_a_capture(monkeypatch):
+    capturing = [True]
+    monkeypatch.setattr(capture_module, "is_capturing", lambda: capturing[0])
+
+    def dying_table():
+        table = table_module.DeviceTable(1, [8], torch.device("cpu"))
+        pinned = torch.zeros(1)
+        table._kept.append((pinned, table.words))  # as a capture leaves it
+        return weakref.ref(pinned)
+
+    first, second = dying_table(), dying_table()
+    assert first() is not None
+    assert second() is not None
+    capturing[0] = False
+    third = dying_table()
+    assert [ref() for ref in (first, second, third)] == [None] * 3
 
 
 def test_without_triton(monkeypatch):

@@ -10,6 +10,7 @@ from torch import Tensor
 from offbeat._torch import is_traced
 from offbeat.engine.cpu.compiler import warn_of_torch
 from offbeat.engine.cpu.kernel import SUPPORTED, cpu_kernel
+from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.cuda.kernel import is_interpreting, why_no_kernel
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.options import Options
@@ -110,11 +111,6 @@ def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
     if p.device.type == "cpu" and not surface.native_takes(p.dtype):
         return f"torch's operator is wrong for {p.dtype} on the CPU"
     return None
-
-
-def is_capturing() -> bool:
-    """Whether a graph is being captured."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from offbeat import _torch
 from offbeat._names import check_names, nearest
 from offbeat._types import Params
-from offbeat.engine.choice import Choice, is_capturing
+from offbeat.engine.choice import Choice
+from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
 from offbeat.engine.options import Options, hyperparameters
 from offbeat.engine.owned import gradient_of, reduced_gradient

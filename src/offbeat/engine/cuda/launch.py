@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat.engine.batch import Batch
-from offbeat.engine.choice import is_capturing
+from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.cuda.kernel import bind_kernel, why_no_kernel
 from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.table import DeviceTable, copy_from_host

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from offbeat.engine.cuda.capture import free_later
+
 #: Elements in one block of work.
 BLOCK = 1024
 #: How many graphs can be captured without a step outside them in between.
@@ -37,13 +39,13 @@ class DeviceTable:
         more: Sequence[array[int]] = (),
         tail: int = 0,
     ) -> None:
+        self._kept: list[tuple[Tensor, Tensor]] = []
         self.device = device
         self.tensors = len(numel)
         self.programs, self.blocks = _cut(numel, device)
         width = columns + 2 + len(more)
         self.words = torch.empty(width * self.tensors + tail, dtype=torch.int64, device=device)
         self._spares: list[tuple[Tensor, Tensor]] = []
-        self._kept: list[tuple[Tensor, Tensor]] = []
         self._sent: list[array[int] | None] = [None] * width
         self._rows = columns + 1
         self._tail: array[float] | None = array("d") if not tail else None
@@ -63,6 +65,10 @@ class DeviceTable:
         if tail is not None and tail != self._tail:
             copy_from_host(tail, self.words[len(self._sent) * self.tensors :].view(torch.float64))
             self._tail = tail[:]
+
+    def __del__(self) -> None:
+        if self._kept:  # a captured copy has read this memory
+            free_later(self._kept)
 
     def prepare_captures(self) -> None:
         """Allocate the memory that :meth:`freeze` uses, because none can be allocated during a capture."""
