@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ def describe_machine(command: str) -> dict[str, str]:
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {
         "command": command,
+        "date": time.strftime("%Y-%m-%d"),
         **gpu,
         "cpu": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
         "threads": str(torch.get_num_threads()),

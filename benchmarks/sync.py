@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import statistics
 import sys
@@ -73,9 +74,12 @@ def main() -> None:
     machine = describe_machine("python -m benchmarks.sync " + " ".join(sys.argv[1:]))
     if options.what == "link":
         from benchmarks.sync_link import link
+        from benchmarks.sync_torchft import is_installed
 
         given = {key: value for key in ("rounds", "launches") if (value := getattr(options, key)) is not None}
         result = link(**given)
+        if is_installed():
+            machine["torchft"] = importlib.metadata.version("torchft")
         lines, title = link_report(result), "Averaging over slow links, two ranks with one thread each"
     else:
         from benchmarks.sync_memory import memory
