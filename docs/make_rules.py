@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from offbeat.optim import LBFGS, optimizers
+from offbeat.optim.signature import FLAG_DOCS
 from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
 RULES = [getattr(optimizers, name).rule for name in optimizers.__all__]
@@ -48,7 +49,10 @@ def page(rule: Rule) -> str:
     always = {slot.key for slot in rule.slots(Values(**options))}
     lines = [f"# {rule.name}", "", title, body, "", *_signature(cls), ""]
     lines += ["| argument | default | meaning |", "|---|---|---|"]
-    lines += [f"| `{h.name}` | `{h.default}` | {h.doc} |" for h in rule.hyper]
+    docs = {h.name: h.doc for h in rule.hyper} | {"params": "parameters, named parameters, or groups of them"}
+    for p in inspect.signature(cls).parameters.values():
+        default = "" if p.default is p.empty else f"`{p.default}`"
+        lines.append(f"| `{p.name}` | {default} | {docs.get(p.name) or FLAG_DOCS[p.name]} |")
     lines += ["", "## State", "", "| key | what it holds |", "|---|---|"]
     for key, slot in state.items():
         kind = "a number (0-d tensor)" if slot.scalar else "a tensor like the parameter"

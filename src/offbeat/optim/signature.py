@@ -10,7 +10,7 @@ from typing import Any
 from offbeat.engine.precision import precision_options
 from offbeat.rules.rule import FLAGS, Rule
 
-__all__ = ["OPTION_TYPES", "describe", "signature"]
+__all__ = ["FLAG_DOCS", "OPTION_TYPES", "describe", "signature"]
 
 #: The types of options that are not hyperparameters, as annotations.
 OPTION_TYPES = {
@@ -23,7 +23,8 @@ OPTION_TYPES = {
     "rounding": 'Literal["stochastic", "kahan"] | None',
 }
 
-_FLAG_DOCS = {
+#: The meaning of options that are not hyperparameters.
+FLAG_DOCS = {
     "maximize": "maximize the objective instead of minimizing it",
     "foreach": "True runs the foreach tier, False the loop; None leaves the choice to the library",
     "capturable": "keep every number on the device, so that a step can be captured in a graph",
@@ -60,8 +61,8 @@ def describe(rule: Rule, cls: type) -> str:
     lines = [inspect.cleandoc(rule.update.__doc__ or module.__doc__ or rule.name), "", "Args:"]
     arguments = ["params: parameters, named parameters, or dictionaries that define groups."]
     arguments += [f"{h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
-    arguments += [f"{name}: {_FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
-    arguments += [f"{name}: {_FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
+    arguments += [f"{name}: {FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
+    arguments += [f"{name}: {FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
     lines += [textwrap.fill(one, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in arguments]
     lines += ["", "Example:"]
     model, given = rule.surface.example
