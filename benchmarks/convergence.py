@@ -65,6 +65,10 @@ ARMS = {
         diloco(every=32, outer_lr=0.8, outer_momentum=0.6, fragments=4, delay=4), delay=4,
         like="streaming DiLoCo(32), 4 fragments, delay 4",
     ),
+    "streaming DiLoCo(64), 4 fragments, delay 15, int4, error feedback": Arm(
+        diloco(every=64, fragments=4, delay=15, codec="int4", error_feedback=1.0), delay=15,
+        like="streaming DiLoCo(32), 4 fragments, delay 4",
+    ),
     "DiLoCo(32), bf16": Arm(diloco(every=32, codec="bf16"), like="DiLoCo(32)"),
     "DiLoCo(32), int8": Arm(diloco(every=32, codec="int8"), like="DiLoCo(32)"),
     "DiLoCo(32), int4": Arm(diloco(every=32, codec="int4"), like="DiLoCo(32)"),
@@ -157,12 +161,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--add", nargs="+", choices=ARMS, default=[], help="run only these, and add them to the .json")
     parser.add_argument("--again", action="store_true", help="write table and plot again, from the saved .json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = options.out / ("convergence" if options.device == "cpu" else f"convergence-{options.device}")
     if options.again:
         write(json.loads(path.with_suffix(".json").read_text()), path)
+        return
+    if options.add:
+        add(options.add, options.tasks or ["gpt"], path)
         return
     machine = describe_machine(" ".join(["python -m benchmarks.convergence", *sys.argv[1:]]))
     machine |= {"threads": "1 a replica", "date": time.strftime("%Y-%m-%d")}
@@ -190,6 +198,26 @@ def main() -> None:
             if options.save:
                 write(result, path)
     print("\n" + pages(result))
+
+
+def add(arms: list[str], tasks: list[str], path: Path) -> None:
+    """Run further arms with the saved seeds, and save them beside the others if DDP ends where it ended then."""
+    result = json.loads(path.with_suffix(".json").read_text())
+    for name in tasks:
+        one, task = result["tasks"][name], TASKS[name]
+        samples = task.samples()
+        for seed, runs in one["runs"].items():
+            for arm in ["DDP", *arms]:
+                found = train(task, ARMS[arm], samples, int(seed), one["steps"])
+                if arm == "DDP" and list(found["finished"]) != runs["DDP"]["finished"]:
+                    raise SystemExit(
+                        f"seed {seed}: DDP ends at {found['finished']}, and did at {runs['DDP']['finished']}"
+                    )
+                runs.setdefault(arm, found)
+                print(f"{name}, seed {seed}, {arm}: {found['curve'][-1]['loss']:.4f}", flush=True)
+        one["arms"] |= {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in arms}
+    result["machine"]["added"] = f"{', '.join(arms)} (--add), {time.strftime('%Y-%m-%d')}"
+    write(result, path)
 
 
 def write(result: dict[str, Any], path: Path) -> None:

@@ -439,6 +439,16 @@ def test_split_parameters_as_asked():
     assert offbeat.split_parameters(module, heads=["3.weight"]).reasons["3.weight"] == "a head"
 
 
+def test_split_parameters_refuses_patterns_that_cannot_be_meant():
+    module = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 9))
+    with pytest.raises(TypeError, match=r"heads must be a list of patterns, but got '2\.\*'; pass \['2\.\*'\]"):
+        offbeat.split_parameters(module, heads="2.*")
+    with pytest.raises(ValueError, match=r"rest: no parameter .* 'nosuch\*'; names are such as '0\.weight'"):
+        offbeat.split_parameters(module, rest=["1.*", "nosuch*"])
+    with pytest.raises(TypeError, match="takes a module, but got generator"):
+        offbeat.split_parameters(module.parameters())
+
+
 def test_matrices_step_first(monkeypatch):
     """A step on whole matrices can fail late, for lack of memory or of a rank; the others have not stepped then."""
     matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (3,)))

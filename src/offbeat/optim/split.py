@@ -83,8 +83,8 @@ def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = N
 
     Args:
         module: the module.
-        heads: patterns (as in :mod:`fnmatch`) of the names of heads, instead of guessing them; ``()`` for none.
-        rest: patterns of further names that are no hidden matrices.
+        heads: a list of patterns (as in :mod:`fnmatch`) of the names of heads; they are guessed if it is None.
+        rest: a list of patterns of further names that are no hidden matrices.
 
     Example:
         >>> import torch, offbeat
@@ -102,6 +102,8 @@ def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = N
 
     Limits: parameters that do not require gradients are left out. Convolutions have four dimensions and go to the rest.
     """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"split_parameters takes a module, but got {type(module).__name__}; pass the model itself")
     embeddings = {
         id(p)
         for one in module.modules()
@@ -109,6 +111,8 @@ def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = N
         for p in one.parameters(recurse=False)
     }
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    for argument, patterns in (("heads", heads), ("rest", rest)):
+        _check_patterns(argument, patterns, [name for name, _ in named])
     last = None if heads is not None else _last_linear(module, named, embeddings)
     reasons: dict[str, str] = {}
     for name, p in named:
@@ -133,6 +137,17 @@ def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = N
         {name: tuple(p.shape) for name, p in named},
         hidden,
     )
+
+
+def _check_patterns(argument: str, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
+    if isinstance(patterns, str):
+        raise TypeError(f"{argument} must be a list of patterns, but got {patterns!r}; pass [{patterns!r}]")
+    for pattern in patterns or ():
+        if not any(fnmatch(name, pattern) for name in names):
+            raise ValueError(
+                f"{argument}: no parameter that requires gradients has a name like {pattern!r}; names are such as "
+                f"{', '.join(map(repr, names[:3]))}"
+            )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
