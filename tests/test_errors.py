@@ -332,3 +332,19 @@ def test_odd_compilers_and_homes_never_stop_a_step(trouble, monkeypatch, tmp_pat
     optimizer.step()
     torch.testing.assert_close(p.detach(), torch.full((3,), 0.9))
     assert optimizer.tiers()[0].tier == expected
+
+
+def test_arguments_in_the_wrong_place():
+    module = torch.nn.Linear(2, 2)
+    first, second = (offbeat.AdamW([p]) for p in module.parameters())
+    with pytest.raises(TypeError, match=r"by position \(list\); parameters are given to init\(\) and update\(\)"):
+        offbeat.as_pure(offbeat.Adam, list(module.parameters()))
+    with pytest.raises(TypeError, match="an instance of AdamW; pass the class itself"):
+        offbeat.as_functional(first, list(module.parameters()))
+    with pytest.raises(TypeError, match=r"write Chain\(\[first, second\]\)"):
+        offbeat.Chain(first, second)
+    with pytest.raises(TypeError, match=r"write Chain\(\[first, second\]\)"):
+        offbeat.Chain(first)
+    for wrap in (offbeat.overlap, offbeat.LocalSGD):
+        with pytest.raises(TypeError, match="but got AdamW; the optimizer comes first, then the module"):
+            wrap(module, offbeat.AdamW(module.parameters()))

@@ -22,6 +22,9 @@ def rule_class(optim_cls: Any) -> type[RuleOptimizer]:
     for name in optimizers.__all__:
         if optim_cls is getattr(torch.optim, name, None):
             return getattr(optimizers, name)  # type: ignore[no-any-return]
+    if isinstance(optim_cls, torch.optim.Optimizer):
+        name = type(optim_cls).__name__
+        raise TypeError(f"an optimizer class is needed, but got an instance of {name}; pass the class itself")
     shown = getattr(optim_cls, "__qualname__", repr(optim_cls))
     raise TypeError(
         f"{shown} is not made from an update rule: pass one of offbeat's optimizer classes or the torch.optim class "

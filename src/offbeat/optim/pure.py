@@ -53,7 +53,11 @@ def as_pure(
         tensor([0.5000, 0.5000])
     """
     if args:
-        raise TypeError(f"as_pure() takes hyperparameters by name, such as lr=0.1, but got {args!r}")
+        kinds = ", ".join(type(one).__name__ for one in args)
+        raise TypeError(
+            f"as_pure() takes hyperparameters by name, such as lr=0.1, but got {len(args)} by position ({kinds}); "
+            "parameters are given to init() and update()"
+        )
     rule = rule_class(optim_cls).rule
     if rule.matrix is not None:
         raise TypeError(

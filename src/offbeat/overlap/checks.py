@@ -75,7 +75,8 @@ def check_options(
 def check_module(module: Any, comm_hook: Any) -> None:
     """Raise if it is not known when the gradients of this module are final."""
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+        order = "; the optimizer comes first, then the module" if isinstance(module, Optimizer) else ""
+        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}{order}")
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for part in module.modules():
         if part is not module and isinstance(part, DistributedDataParallel):

@@ -59,7 +59,8 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
 def check_module(opt: Any, module: Any) -> None:
     """Raise if LocalSGD cannot wrap this optimizer or this module."""
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}")
+        order = "; the optimizer comes first, then the module" if isinstance(module, Optimizer) else ""
+        raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}{order}")
     refuse_wrapped(opt, "LocalSGD")
     if not isinstance(opt, Optimizer):
         raise TypeError(f"opt must be a torch.optim.Optimizer, but got {type(opt).__name__}")
