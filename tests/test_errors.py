@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 
 import offbeat
+import offbeat.rules.checks
 from tests.cases import ONE_A_RULE, TIERS, make_params, set_gradients
 
 P = [torch.zeros(2, requires_grad=True)]
@@ -336,15 +338,47 @@ def test_odd_compilers_and_homes_never_stop_a_step(trouble, monkeypatch, tmp_pat
 
 def test_arguments_in_the_wrong_place():
     module = torch.nn.Linear(2, 2)
-    first, second = (offbeat.AdamW([p]) for p in module.parameters())
+    first = offbeat.AdamW(module.parameters())
     with pytest.raises(TypeError, match=r"by position \(list\); parameters are given to init\(\) and update\(\)"):
         offbeat.as_pure(offbeat.Adam, list(module.parameters()))
     with pytest.raises(TypeError, match="an instance of AdamW; pass the class itself"):
         offbeat.as_functional(first, list(module.parameters()))
     with pytest.raises(TypeError, match=r"write Chain\(\[first, second\]\)"):
-        offbeat.Chain(first, second)
-    with pytest.raises(TypeError, match=r"write Chain\(\[first, second\]\)"):
         offbeat.Chain(first)
     for wrap in (offbeat.overlap, offbeat.LocalSGD):
         with pytest.raises(TypeError, match="but got AdamW; the optimizer comes first, then the module"):
             wrap(module, offbeat.AdamW(module.parameters()))
+
+
+def _rule(update):
+    return offbeat.Rule(
+        name="Mistaken",
+        hyper=(offbeat.rules.checks.learning_rate(0.1),),
+        slots=lambda h: (offbeat.Slot("m"),),
+        structure=lambda h: {},
+        coefficients=lambda h, s: {"lr": h.lr},
+        update=update,
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "error", "message"),
+    [
+        (lambda p, g, m, c: (p - c.lr * g**2, m), TypeError, r"to a power; write g \* g"),
+        (lambda p, g, m, c: (p - c.lr * torch.sign(g), m), TypeError, r"cannot call torch\.sign; .* sign, maximum"),
+        (lambda p, g, m, c: (p - c.lr * g.sign(), m), AttributeError, "no attribute 'sign'; an update may use"),
+        (lambda p, g, m, c: (p - c.lr * math.sqrt(g), m), TypeError, "cannot turn a value into a number"),
+        (lambda p, g, m, c: None, TypeError, "must return a tuple, .* but it returned None"),
+        (lambda p, g, m, c: p - c.lr * g, TypeError, "must return a tuple, .* but it returned one value"),
+        (lambda p, g, c: (p - c.lr * g,), TypeError, "does not take m: its arguments are p, g, m"),
+        (lambda p, g, m, n, c: (p - c.lr * g, m), TypeError, "takes n, which is no slot or coefficient"),
+    ],
+)
+def test_mistakes_in_an_update_rule(update, error, message):
+    class Mistaken(offbeat.RuleOptimizer, rule=_rule(update)): ...
+
+    p = torch.ones(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    with pytest.raises(error, match=message):
+        Mistaken([p]).step()
+    assert (p == 1).all()

@@ -8,6 +8,7 @@ source code. Branches on structure (``if amsgrad:``) are taken while tracing.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,6 +84,11 @@ class TypedProgram:
         return compute_dtype(self.dtypes)
 
 
+_ALLOWED = (
+    "an update may use +, -, *, /, abs, comparisons, and sqrt, sign, maximum, minimum and where from offbeat.rules.ops"
+)
+
+
 class Value:
     """A symbolic value. Its operators, made from the table of operations, record instructions."""
 
@@ -100,6 +106,23 @@ class Value:
             "an update rule cannot branch on a value: use offbeat.rules.ops.where(condition, a, b), "
             "or put the condition into the rule's structure"
         )
+
+    def __pow__(self, exponent: Any) -> Any:
+        raise TypeError(f"an update rule cannot raise a value to a power; write g * g for a square; {_ALLOWED}")
+
+    __rpow__ = __pow__
+
+    def __float__(self) -> float:
+        raise TypeError(f"an update rule cannot turn a value into a number; {_ALLOWED}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a value in an update rule has no attribute {name!r}; {_ALLOWED}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Say what to call instead of torch's functions."""
+        name = getattr(function, "__name__", function)
+        raise TypeError(f"an update rule cannot call torch.{name}; {_ALLOWED}")
 
     __hash__ = object.__hash__
 
@@ -175,12 +198,34 @@ def trace(
     scalars = {name: tracer.input("scalar", name) for name in coefficients}
     for name in late:
         tensors[name] = where(scalars["first"] > 0, scalars[f"initial_{name}"], tensors[name])
+    _check_arguments(rule.update, names, {*scalars, *dict(structure), "c"})
     outputs = rule.apply(tensors, scalars | dict(structure))
     _check_outputs(rule.update, outputs, state)
     return Program(names, coefficients, tuple(tracer.instructions), tuple(value.number for value in outputs))
 
 
-def _check_outputs(update: Callable[..., Any], outputs: Sequence[Any], state: Sequence[str]) -> None:
+def _check_arguments(update: Callable[..., Any], tensors: Sequence[str], others: set[str]) -> None:
+    """Raise unless the update takes the parameter, the gradient and the state by these names, and nothing unknown."""
+    found = inspect.signature(update).parameters.values()
+    named = {one.name for one in found if one.kind is not one.VAR_KEYWORD}
+    missing = [] if len(named) < len(found) else [name for name in tensors if name not in named]
+    needed = {one.name for one in found if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
+    unknown = sorted(needed - set(tensors) - others)
+    if missing or unknown:
+        words = [f"does not take {', '.join(missing)}"] * bool(missing)
+        words += [f"takes {', '.join(unknown)}, which is no slot or coefficient"] * bool(unknown)
+        raise TypeError(
+            f"{update.__name__} {' and '.join(words)}: its arguments are {', '.join(tensors)} (p, g and the slots by "
+            "name) and c"
+        )
+
+
+def _check_outputs(update: Callable[..., Any], outputs: Any, state: Sequence[str]) -> None:
+    if not isinstance(outputs, (tuple, list)):
+        raise TypeError(
+            f"{update.__name__} must return a tuple, the new p and the new state, but it returned "
+            f"{'one value' if isinstance(outputs, Value) else repr(outputs)}"
+        )
     if len(outputs) != 1 + len(state):
         raise TypeError(
             f"{update.__name__} returned {len(outputs)} values, but a parameter with state {list(state)} "
