@@ -95,8 +95,9 @@ OPTIONS = [
 def diloco_is_what_it_says(rank, world):
     for ours, theirs in OPTIONS:
         model = make()
+        rate = {} if "outer" in ours else {"outer_lr": 0.7}
         diloco = offbeat.DiLoCo(
-            adamw(model.parameters()), model, every=6, outer_lr=0.7, subgroup=None, bucket_mb=0.002, **ours
+            adamw(model.parameters()), model, every=6, subgroup=None, bucket_mb=0.002, **rate, **ours
         )
         close(train(model, diloco, range(19), rank), simulate_outer(world, 19, adamw, 6, **theirs), rank)
         diloco.finish()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import re
 import threading
 import warnings
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat.sync.calendar import Calendar, Entry
 from tests.sync_reference import batch, flat, loss, make, sgd
 
 SEEDING = threading.Lock()  # ranks in one process share torch's generator
@@ -534,3 +536,330 @@ def test_fragments_may_name_frozen_parameters():
     for codec in (None, "int8"):
         one, two = offbeat.Simulation(2).run(run, codec)
         assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize("counts", [(5, 0), (0, 7, 2), (0, 0)])
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 3}, {"codec": "int8", "error_feedback": 1.0}])
+def test_a_rank_without_any_data(counts, options):
+    """It takes part from the first round on, and again in the next epoch."""
+
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, group=peers, subgroup=None, **options)
+        for _ in range(2):
+            train(model, replica, range(counts[rank]), rank)
+            replica.finish()
+        return flat(model), replica.steps
+
+    found = replicas(len(counts), run)
+    assert all(torch.equal(model, found[0][0]) for model, _ in found)
+    assert all(steps == 2 * max(counts) for _, steps in found)
+
+
+def test_a_period_that_does_not_come():
+    """The end of training is found without counting up to it."""
+
+    def run(rank, peers):
+        finals = []
+        for levels in (
+            [offbeat.Level(every=10**12)],
+            [offbeat.Level(every=10**10, group=1), offbeat.Level(every=10**12, outer=nesterov, fragments=3, delay=5)],
+        ):
+            model = build()
+            replica = offbeat.Replica(sgd(model.parameters()), model, levels, warmup=2, group=peers, subgroup=None)
+            train(model, replica, range(4 + rank), rank)
+            replica.finish()
+            assert replica.steps == 5
+            finals.append(flat(model))
+        return finals
+
+    one, two = replicas(2, run)
+    assert all(map(torch.equal, one, two))
+
+
+def test_going_to_the_next_round_is_counting():
+    """Whatever the periods, phases and fragments are."""
+    for every, phase, parts, second in itertools.product((1, 3, 7), (None, 1, 2, 11), (1, 3), (1, 4, 9)):
+        if parts > every:
+            continue
+        entries = [Entry(every, phase, parts), Entry(second * every + 1, phase)]
+        for warmup in (0, 4):
+            counting, jumping = Calendar(entries, warmup), Calendar(entries, warmup)
+            counting.step = jumping.step = warmup
+            for _ in range(12):
+                while True:
+                    counting.advance()
+                    if counting.due():
+                        break
+                jumping.advance_to_due()
+                assert jumping.step == counting.step
+                assert jumping.due() == counting.due()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 4},
+        {"every": 5, "delay": 3},
+        {"every": 6, "delay": 6, "fragments": 3, "mixing": 0.25},
+        {"every": 4, "delay": 2, "outer": functools.partial(offbeat.SGD, lr=1.0)},
+        {"every": 5, "warmup": 2, "delay": 4},
+    ],
+)
+def test_one_replica_is_like_several_that_see_the_same(options):
+    """It has nobody to wait for, but its outer steps come as late, and the last one at the end."""
+    how = {"outer": nesterov, **options}
+
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.DiLoCo(sgd(model.parameters()), model, group=peers, subgroup=None, **how)
+        rows = []
+        for step in range(15):
+            train(model, replica, [step], 0)
+            rows.append(flat(model))
+            if step == 8:  # with a round in flight
+                saved = copy.deepcopy(replica.state_dict())
+                replica = offbeat.DiLoCo(sgd(model.parameters()), model, group=peers, subgroup=None, **how)
+                replica.load_state_dict(saved)
+        replica.finish()
+        return torch.stack([*rows, flat(model)])
+
+    (alone,), several = replicas(1, run), replicas(2, run)
+    for one in several:
+        torch.testing.assert_close(alone, one, rtol=1e-12, atol=1e-12)
+
+
+class Masked(nn.Module):
+    """A buffer with infinities, as models of language have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+        self.register_buffer("mask", torch.full((3, 3), float("-inf")).triu(1))
+        self.register_buffer("running", torch.ones(2))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"codec": "int8"}, {"codec": "int8", "delay": 1}])
+def test_masks_are_infinite_and_no_sign_of_trouble(options):
+    def run(rank, peers):
+        model = Masked()
+        replica = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None, **options)
+        train(model, replica, range(5), rank)
+        replica.finish()
+        assert torch.equal(model.mask, torch.full((3, 3), float("-inf")).triu(1))
+        again = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None, **options)
+        again.load_state_dict(replica.state_dict())
+        if rank == 1:
+            model.running[1] = float("inf")  # this is one
+        with pytest.raises(offbeat.NotFinite, match="on rank 1: buffer 'running'"):
+            again.sync()
+        if rank == 1:
+            model.running[1], model.mask[0, 0] = 1.0, float("nan")
+        with pytest.raises(offbeat.NotFinite, match="on rank 1: buffer 'mask'"):
+            again.sync()
+
+    replicas(2, run)
+
+
+def test_differences_of_float64_are_taken_in_float64():
+    """Far below what float32 can tell of the parameters themselves."""
+
+    def run(rank, peers, codec):
+        model = build()
+        inner = torch.optim.SGD(model.parameters(), lr=1e-9)
+        outer = functools.partial(offbeat.SGD, lr=1.0)
+        replica = offbeat.DiLoCo(inner, model, every=2, codec=codec, outer=outer, group=peers, subgroup=None)
+        before = flat(model)
+        train(model, replica, range(2), rank)
+        return flat(model) - before
+
+    (dense, _), (coded, _) = (offbeat.Simulation(2).run(run, codec) for codec in (None, "bf16"))
+    assert (coded - dense).abs().max() <= 2**-7 * dense.abs().max()
+    assert dense.abs().max() > 0
+
+
+def test_parameters_that_nobody_trains():
+    """They are never averaged: replicas must start with the same, and sync_init=True takes the first rank's."""
+
+    def make_model(rank):
+        model = build(seed=rank)
+        with torch.no_grad():  # what is trained is the same
+            for p, q in zip(model[2:].parameters(), build()[2:].parameters(), strict=True):
+                p.copy_(q)
+        model[0].requires_grad_(False)
+        return model
+
+    def run(rank, peers):
+        for given in (lambda model: model[2:].parameters(), lambda model: model.parameters()):
+            model = make_model(rank)
+            diloco = offbeat.DiLoCo(sgd(given(model)), model, every=2, group=peers, subgroup=None)
+            with pytest.raises(offbeat.Disagreement, match=r"'0\.weight' of rank 1 differs"):
+                train(model, diloco, range(1), rank)
+            local = offbeat.LocalSGD(sgd(given(model)), model, every=2, warmup=1, group=peers, subgroup=None)
+            with pytest.raises(offbeat.Disagreement, match=r"'0\.weight' of rank 1 differs"):
+                train(model, local, range(1), rank)
+            model = make_model(rank)
+            diloco = offbeat.DiLoCo(sgd(given(model)), model, every=2, sync_init=True, group=peers, subgroup=None)
+            assert torch.equal(flat(model), flat(build()))
+            train(model, diloco, range(2), rank)
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))
+
+
+def test_gradients_in_other_layouts():
+    """Numbers meet those of the same place, however a rank's gradient lies in memory."""
+
+    def run(rank, peers):
+        w = nn.Parameter(torch.zeros(4, 6))
+        gaps = nn.Parameter(torch.zeros(6, 8).t()[::2])
+        model = nn.ParameterList([w, gaps])
+        replica = offbeat.LocalSGD(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, every=9, warmup=9, group=peers, subgroup=None
+        )
+        for p in model.parameters():
+            grad = torch.arange(24.0).view(4, 6)
+            if rank == 1:
+                grad = (10 * grad).t().contiguous().t()
+            p.grad = grad
+        replica.step()
+        for p in model.parameters():
+            assert torch.equal(p, torch.arange(24.0).view(4, 6) * -5.5)
+        if rank == 0:
+            gaps.grad = torch.arange(24.0).view(4, 6)
+        else:
+            gaps.grad = None
+        replica.step()
+        assert torch.equal(gaps, torch.arange(24.0).view(4, 6) * -6)
+
+    replicas(2, run)
+
+
+def test_options_of_an_outer_optimizer_that_would_not_be_used():
+    def run(rank, peers):
+        model = build()
+        for options in ({"outer_lr": 0.5}, {"outer_momentum": 0.5}):
+            with pytest.raises(ValueError, match="would not be used"):
+                offbeat.DiLoCo(sgd(model.parameters()), model, outer=nesterov, group=peers, subgroup=None, **options)
+
+    replicas(1, run)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+def test_slow_momentum_needs_a_learning_rate():
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.SlowMo(WithoutRate(model.parameters()), model, every=2, group=peers, subgroup=None)
+        with pytest.raises(ValueError, match="no 'lr'"):
+            train(model, replica, range(2), rank)
+        diloco = offbeat.DiLoCo(WithoutRate(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, diloco, range(2), rank)
+
+    replicas(1, run)
+
+
+def test_an_encoded_round_in_flight_is_for_the_same_parameters():
+    """Its numbers lie one after the other, and would go to the wrong parameters."""
+
+    def run(rank, peers):
+        def make_replica(model, params):
+            inner = torch.optim.SGD(params, lr=0.1)
+            return offbeat.DiLoCo(inner, model, every=3, delay=2, codec="int8", group=peers, subgroup=None)
+
+        model = build()
+        replica = make_replica(model, model.parameters())
+        train(model, replica, range(4), rank)
+        saved = replica.state_dict()
+        other = make_replica(model, reversed(list(model.parameters())))
+        before = flat(model)
+        with pytest.raises(ValueError, match=r"elements of '0\.weight', where this model has 3 of '4\.bias'"):
+            other.load_state_dict(saved)
+        assert other.steps == 0
+        assert torch.equal(flat(model), before)
+        replica.finish()
+
+    replicas(2, run)
+
+
+def test_mixing_above_an_outer_optimizer():
+    """What such a level adds differs from rank to rank, and the anchors below it could not follow."""
+    model = build()
+    levels = [offbeat.Level(every=2, outer=nesterov), offbeat.Level(every=4, mixing=0.5)]
+    with pytest.raises(ValueError, match="cannot be above one with an outer"):
+        offbeat.Replica(sgd(model.parameters()), model, levels)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_gradients_that_were_assigned_are_averaged_too(in_place):
+    """Not only those that a backward pass has made, and at every step of warm-up."""
+
+    def run(rank, peers):
+        w = nn.Parameter(torch.zeros(3))
+        model = nn.ParameterList([w])
+        inner = torch.optim.SGD([w], lr=1.0)
+        replica = offbeat.LocalSGD(inner, model, every=9, warmup=9, group=peers, subgroup=None)
+        total = 0.0
+        for step in range(1, 5):
+            grad = torch.full((3,), float(step * rank))
+            if in_place and w.grad is not None:
+                w.grad.copy_(grad)
+            else:
+                w.grad = grad
+            if step > 2:
+                replica.average_gradients()
+                assert torch.equal(w.grad, torch.full((3,), step / 2))
+                w.grad.mul_(0.5)  # clipped: averaged once
+                if step == 4 and rank == 0:
+                    w.grad = w.grad + 1  # and new again
+            replica.step()
+            total -= step / 2 if step < 3 else step / 4 + (step == 4) / 2
+            assert torch.equal(w, torch.full((3,), total)), step
+
+    replicas(2, run)
+
+
+@pytest.mark.parametrize("options", [{"mixing": 0.5}, {"delay": 3}, {"delay": 2, "fragments": 2, "codec": "int8"}])
+def test_anchors_stay_together_while_some_ranks_are_done(options):
+    """A rank without data takes over the result of the level above; anchors below that move as everybody's do."""
+
+    def run(rank, peers):
+        model = build()
+        levels = [offbeat.Level(every=2, group=2, outer=nesterov), offbeat.Level(every=4, outer=nesterov, **options)]
+        replica = offbeat.Replica(sgd(model.parameters()), model, levels, group=peers, subgroup=None)
+        for steps in ((1, 9, 5, 14), (7, 3, 2, 6)):
+            train(model, replica, range(steps[rank]), rank)
+            replica.finish()
+        state = replica.outers[0].state.values()  # made of pseudo-gradients, and these of anchors
+        return flat(model), torch.cat([one["momentum_buffer"].reshape(-1) for one in state])
+
+    found = replicas(4, run)
+    assert all(torch.equal(model, found[0][0]) for model, _ in found)
+    assert torch.equal(found[0][1], found[1][1])
+    assert torch.equal(found[2][1], found[3][1])
+
+
+def test_a_replica_alone_at_a_level_above_an_outer_optimizer():
+    """Anchors below follow a mean over one rank as they follow one over several."""
+
+    def run(rank, peers):
+        model = build()
+        levels = [offbeat.Level(every=3, outer=nesterov), offbeat.Level(every=4)]
+        replica = offbeat.Replica(sgd(model.parameters()), model, levels, group=peers, subgroup=None)
+        train(model, replica, range(11), 0)
+        return flat(model)
+
+    (alone,), several = replicas(1, run), replicas(2, run)
+    for one in several:
+        torch.testing.assert_close(alone, one, rtol=1e-12, atol=1e-12)

@@ -77,6 +77,24 @@ def test_simulated_replicas_have_the_bits_of_real_ones(world):
         assert all(torch.equal(one[1], found[0][1]) for one in found)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("bucket_mb", [0.001, 64])
+def test_sums_in_the_order_of_ranks_are_sums(world, bucket_mb):
+    """Whether an average fits into the buckets, and waits for all of them twice, or not."""
+
+    def run(rank, peers):
+        weight = torch.nn.Parameter(torch.full((700,), float(rank + 1)))
+        module = torch.nn.ParameterList([weight])
+        inner = torch.optim.SGD([weight], lr=0.0)
+        level = offbeat.Level(every=1, ordered=True)
+        replica = offbeat.Replica(inner, module, level, group=peers, subgroup=None, bucket_mb=bucket_mb)
+        replica.step()
+        return weight.detach()
+
+    for found in offbeat.Simulation(world).run(run):
+        torch.testing.assert_close(found, torch.full((700,), (world + 1) / 2))
+
+
 def test_a_link_takes_time():
     """As many bytes as were sent, over the bandwidth, and a latency for each collective."""
     simulation = offbeat.Simulation(2, bandwidth=1000.0, latency=0.5)
@@ -98,6 +116,42 @@ def test_a_rank_that_fails_ends_the_others():
 
     with pytest.raises((ValueError, offbeat.ExchangeError)):
         offbeat.Simulation(2).run(fail)
+
+
+def test_a_simulation_can_be_used_again():
+    """Also after a run that failed, or that has left something behind."""
+    simulation = offbeat.Simulation(2, timeout=20)
+
+    def fail(rank, peers):
+        peers.all_reduce(torch.ones(1))
+        if rank == 1:
+            raise ValueError("no data")
+        peers.all_reduce(torch.zeros(2))
+
+    def add(rank, peers):
+        mine = torch.tensor([float(rank)])
+        peers.all_reduce(mine).wait()
+        return mine.item()
+
+    with pytest.raises(ValueError, match="no data"):
+        simulation.run(fail)
+    assert simulation.run(add) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"size": 0}, "at least 1 rank"),
+        ({"size": 2.0}, "at least 1 rank"),
+        ({"bandwidth": 0}, "bandwidth must be a positive"),
+        ({"bandwidth": -1.0}, "bandwidth must be a positive"),
+        ({"latency": -0.1}, "latency must be"),
+        ({"timeout": 0}, "timeout must be a positive"),
+    ],
+)
+def test_networks_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words):
+        offbeat.Simulation(**{"size": 2, **options})
 
 
 def test_levels_in_a_simulation():

@@ -502,6 +502,88 @@ def closures_without_a_loss(rank, world):
 
 
 @scenario(2)
+def closures_that_differ(rank, world):
+    """A loss on one rank and None on another: both hear of it, and neither waits."""
+    for wrap in (lambda model: model, DistributedDataParallel):
+        model = make()
+        module = wrap(model)
+        local = offbeat.LocalSGD(sgd(model.parameters()), module, every=4, warmup=3, subgroup=None)
+
+        def closure(module=module, local=local):
+            local.zero_grad()
+            found = loss(module, batch(0, rank))
+            found.backward()
+            return answers[rank](found)
+
+        before = flat(model)
+        for other in (lambda found: None, lambda found: {"loss": found}):
+            answers = [lambda found: found, other]
+            with pytest.raises(offbeat.Disagreement, match=r"rank 0: a number, rank 1: (None|neither)"):
+                local.step(closure)
+            assert torch.equal(flat(model), before)
+        for answers in ([torch.Tensor.item] * 2, [lambda found: found] * 2, [lambda found: [found]] * 2):
+            given = answers[rank](sum(loss(model, batch(0, r)) for r in range(world)) / world)
+            mean = local.step(closure)
+            assert type(mean) is type(given)
+            if not isinstance(given, list):  # what is no number stays as it is
+                torch.testing.assert_close(mean, given.detach() if isinstance(given, torch.Tensor) else given)
+        assert local.steps == 3
+        assert torch.equal(*everyone(flat(model)))
+
+
+@scenario(4)
+def levels_that_leave_a_rank_out(rank, world):
+    """Every rank hears of it, also those whose own groups are right."""
+    group, model = dist.new_group([0, 1, 2]), make()
+    levels = [offbeat.Level(every=2, group=group), offbeat.Level(every=4)]
+    words = "rank 3 is not in the group of a level" if rank == 3 else "rank 3 cannot use the levels"
+    with pytest.raises(ValueError, match=words):
+        offbeat.Replica(sgd(model.parameters()), model, levels, subgroup=None)
+    if rank == 3:
+        with pytest.raises(ValueError, match="this rank is not in the group"):
+            offbeat.LocalSGD(sgd(model.parameters()), model, group=group, subgroup=None)
+
+
+@scenario(2)
+def modules_that_are_wrapped_without_a_look_at_every_object(rank, world):
+    """DDP modules are known when they are made; a large program has millions of objects."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gc.get_objects", lambda *args: pytest.fail("looked at every object"))
+        model = make()
+        local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, subgroup=None)
+        loss(model, batch(0, rank)).backward()
+        local.step()
+        late = make()
+        local = offbeat.LocalSGD(sgd(late.parameters()), late, every=2, subgroup=None)
+        wrapped = DistributedDataParallel(late)
+        loss(wrapped, batch(0, rank)).backward()
+        with pytest.raises(RuntimeError, match="was wrapped in DistributedDataParallel after"):
+            local.step()
+        with pytest.raises(ValueError, match="belong to a DistributedDataParallel module"):
+            offbeat.LocalSGD(sgd(late.parameters()), late, every=2, subgroup=None)
+
+
+@scenario(2)
+def one_after_the_other(rank, world):
+    """A deleted optimizer leaves nothing behind, also if a scheduler holds it in a cycle."""
+    gc.disable()
+    try:
+        for module in (DistributedDataParallel(make()), make()):
+            hooks = []
+            for _ in range(3):
+                local = offbeat.LocalSGD(sgd(module.parameters()), module, every=2, warmup=1, subgroup=None)
+                scheduler = torch.optim.lr_scheduler.StepLR(local, 1)
+                train(module, local, range(3), rank)
+                local.finish()
+                del local, scheduler
+                hooks.append([len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()])
+            gc.collect()
+            assert not any(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()), hooks
+    finally:
+        gc.enable()
+
+
+@scenario(2)
 def copies_of_state(rank, world):
     """What state_dict() returned does not change when training goes on."""
     model = make()

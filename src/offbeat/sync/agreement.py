@@ -9,10 +9,18 @@ from typing import Any
 
 import torch
 
-from offbeat.sync.items import Item, describe, local_part
+from offbeat.sync.items import Digest, Item, describe, local_part
 from offbeat.wire.peers import Peers
 
-__all__ = ["Disagreement", "Shares", "agree", "check_same_options", "check_same_values", "name_difference"]
+__all__ = [
+    "Disagreement",
+    "Shares",
+    "agree",
+    "check_same_items",
+    "check_same_options",
+    "check_same_values",
+    "name_difference",
+]
 
 
 class Disagreement(RuntimeError):
@@ -158,6 +166,13 @@ def name_difference(peers: Peers, items: Sequence[Item]) -> None:
                 "be the ranks that hold the same shards"
             )
     raise Disagreement("ranks did not agree on what to average, but their lists are the same now; call step() again")
+
+
+def check_same_items(items: Sequence[Item], peers: Peers) -> None:
+    """Raise on every rank unless all ranks have items of the same names, shapes and dtypes."""
+    bits = Digest().of(items)
+    if any(found != bits for found in peers.gather_objects(bits)):
+        name_difference(peers, items)
 
 
 def check_same_values(items: Sequence[Item], peers: Peers) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from typing import Any, Protocol
@@ -72,6 +73,8 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
         comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None computes the mean.
     """
     hook = CommHook.find(ddp, instead="pass it as LocalSGD(..., comm_hook=) if its state is a process group")
+    if hook is not None and isinstance(hook.reducer, _Attachment):
+        gc.collect()  # one that was deleted may still be there: a scheduler makes a cycle of it
     if hook is not None and isinstance(hook.reducer, _Attachment):
         raise ValueError(
             "another LocalSGD averages the gradients of this DistributedDataParallel module, and it can have only one; "

@@ -14,7 +14,7 @@ from torch import Tensor
 from offbeat._torch import foreach_copy_
 from offbeat.sync.items import FIRST, Item, local_part
 
-__all__ = ["Bucket", "Slots", "check_bucket_mb", "cut"]
+__all__ = ["Bucket", "Slots", "check_bucket_mb", "cut", "flat_view"]
 
 _ALIGN = 64
 
@@ -96,7 +96,7 @@ def cut(items: Sequence[Item], slot_bytes: int, dtype: torch.dtype | None = None
 
 def _as_bytes(item: Item, part: Tensor) -> Tensor:
     """A dtype that no backend can add, as bytes. Possible only if all ranks take one rank's value."""
-    flat = _flat(part)
+    flat = flat_view(part)
     if item.how != FIRST or flat is None:
         raise TypeError(
             f"{item.name} is {part.dtype}, which cannot be reduced; use another dtype, or buffers='keep' for a buffer"
@@ -108,7 +108,7 @@ def _pieces(part: Tensor, limit: int, used: int) -> Iterator[Tensor]:
     """Views of a tensor's elements, none larger than ``limit``; the first fits into a bucket that holds ``used``."""
     if part.numel() == 0:
         return
-    flat = _flat(part)
+    flat = flat_view(part)
     if flat is None:
         if part.numel() <= limit:
             yield part
@@ -123,7 +123,7 @@ def _pieces(part: Tensor, limit: int, used: int) -> Iterator[Tensor]:
         start, used = start + length, 0
 
 
-def _flat(part: Tensor) -> Tensor | None:
+def flat_view(part: Tensor) -> Tensor | None:
     """The tensor as a flat view in memory order, or None if it has gaps or overlaps."""
     if part.is_contiguous():
         return part.view(-1)

@@ -116,9 +116,7 @@ class Calendar:
         entry = self.entries[level]
         made = self.step + 1 - since
         if not callable(entry.every):
-            start = (entry.phase or entry.every) - entry.every
-            offsets = [start + entry.every * (f + 1) // entry.parts for f in range(entry.parts)]
-            return [f for f, o in enumerate(offsets) if made >= o and (made - o) % entry.every == 0]
+            return [f for f, o in enumerate(_offsets(entry)) if made >= o and (made - o) % entry.every == 0]
         steps = entry.every(self.step)
         check_period(steps if not callable(steps) else None, f"what every returned for step {self.step}")
         last = self._last[level]
@@ -145,6 +143,21 @@ class Calendar:
         """Go to the next step."""
         self.step += 1
 
+    def advance_to_due(self, landing: int | None = None) -> None:
+        """Go to the next step after which something is due; with a function as a period, to the next step.
+
+        Args:
+            landing: a step not to go beyond, unless it is over.
+        """
+        self.step += 1
+        since = self._since if callable(self.warmup) else self.warmup
+        if since is None or any(callable(entry.every) for entry in self.entries):
+            return
+        made = self.step + 1 - since
+        nearest = [o + max(0, -((o - made) // e.every)) * e.every for e in self.entries for o in _offsets(e)]
+        due = min(nearest) + since - 1
+        self.step = max(self.step, due if landing is None else min(due, landing))
+
     def state_dict(self) -> dict[str, Any]:
         """The counter and the steps of the last rounds."""
         return {"step": self.step, "since": self._since, "last": list(self._last)}
@@ -155,3 +168,9 @@ class Calendar:
         self._since = state.get("since")
         last = list(state.get("last") or [])
         self._last = last if len(last) == len(self.entries) else [None] * len(self.entries)
+
+
+def _offsets(entry: Entry) -> list[int]:
+    """After how many local steps each fragment is exchanged for the first time, if that is at least 1."""
+    start = (entry.phase or entry.every) - entry.every
+    return [start + entry.every * (f + 1) // entry.parts for f in range(entry.parts)]

@@ -47,11 +47,11 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
                 "take by themselves at another; use one level, or a delay without eager"
             )
         lower = [one for one in found[:i] if one.outer is not None]
-        if lower and level.outer is None and level.delay:
+        if lower and level.outer is None and (level.delay or level.kept):
             raise ValueError(
-                "a level with a delay and without an outer optimizer cannot be above one with an outer optimizer: what "
-                "it adds differs from rank to rank, and the anchors of the lower level would not be the same; use "
-                "delay=0 or give it an outer optimizer"
+                "a level with a delay or mixing and without an outer optimizer cannot be above one with an outer "
+                "optimizer: what it adds differs from rank to rank, and the anchors of the lower level would not be "
+                "the same; use delay=0 and no mixing, or give it an outer optimizer"
             )
     return found
 

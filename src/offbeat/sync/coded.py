@@ -7,6 +7,7 @@ optimizer's pseudo-gradient, the same on every rank to the bit. The new :math:`e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from offbeat.wire.peers import Peers
 if TYPE_CHECKING:
     from offbeat.sync.track import Track
 
-__all__ = ["Coded"]
+__all__ = ["Coded", "sizes_of"]
 
 #: Elements that are encoded and sent at once are a multiple of this, so that codes do not depend on the bucket's size.
 ALIGN = 1 << 16
@@ -30,8 +31,10 @@ ALIGN = 1 << 16
 class Coded(Round):
     """Encodes differences from the anchor, in float32."""
 
-    def __init__(self, track: Track, step: int, *, done: bool = False, final: bool = False) -> None:
-        super().__init__(track, step, done=done, final=final)
+    is_copied = True
+
+    def __init__(self, track: Track, step: int, *, done: bool = False, now: bool = False) -> None:
+        super().__init__(track, step, done=done, now=now)
         assert track.codec is not None
         # What the owner of a sum loses in encoding it is fed back too.
         self._mean = CodedMean(track.codec, return_sum_error=track.level.error_feedback is not None)
@@ -47,14 +50,15 @@ class Coded(Round):
         """Compute the differences."""
         assert self.track.outer is not None
         anchors, device = self.track.outer.anchors, self.track.peers.device
-        sizes = [local_part(item.tensor).numel() for item in self._params]
-        self._flat = torch.empty(sum(sizes), dtype=torch.float32, device=device)
+        self._lost_of = sizes_of(self._params)
+        self._flat = torch.empty(sum(size for _, size in self._lost_of), dtype=torch.float32, device=device)
         for item, view in self._views():
             part, anchor = local_part(item.tensor), anchors[item.name]
             if part.device == anchor.device == device and part.dtype == anchor.dtype == torch.float32:
                 torch.sub(anchor, part, out=view)
             else:
-                view.copy_(anchor.to(torch.float32) - part.to(device=anchor.device, dtype=torch.float32))
+                wide = torch.promote_types(torch.promote_types(anchor.dtype, part.dtype), torch.float32)
+                view.copy_(anchor.to(wide) - part.to(device=anchor.device, dtype=wide))
         self._copy(self._buffers)
 
     def _views(self) -> list[tuple[Item, Tensor]]:
@@ -68,7 +72,8 @@ class Coded(Round):
 
     def _not_finite(self) -> list[str]:
         buffers = zip(self._buffers, self.track.snapshot.views, strict=True)
-        return not_finite([(item.name, view) for item, view in [*self._views(), *buffers]])
+        tensors = [(item.name, view) for item, view in [*self._views(), *buffers]]
+        return not_finite(tensors, self.track.contents.masks)
 
     @torch.no_grad()
     def _exchange(self, shares: Shares, peers: Peers) -> None:
@@ -78,8 +83,7 @@ class Coded(Round):
             self._reduce_copy(shares, peers)
         decay = track.level.error_feedback
         lost = torch.zeros_like(flat) if decay is not None else None
-        sizes = [(item.name, local_part(item.tensor).numel()) for item in self._params]
-        old = track.residual_for(sizes)
+        old = track.residual_for(self._lost_of)
         if shares.factor:
             flat.mul_(shares.factor)
             if decay is not None and old is not None:
@@ -90,7 +94,7 @@ class Coded(Round):
             left = None if lost is None else lost[start : start + size]
             self._mean.reduce(piece, peers, shares.factor, residual=left, out=piece)
             track.exchange.bytes_sent += self._mean.bytes_sent(piece.numel(), peers.size)
-        self._lost, self._lost_of = lost if shares.factor or old is None else old, sizes
+        self._lost = lost if shares.factor or old is None else old
         self._vote()
 
     def _land(self, params: dict[str, Tensor]) -> None:
@@ -120,3 +124,8 @@ class Coded(Round):
         self._lost = None if state["lost"] is None else state["lost"].clone()
         self._lost_of = [(str(name), int(size)) for name, size in state["lost_of"]]
         self._restore_copy(self._buffers, state["values"])
+
+
+def sizes_of(items: Sequence[Item]) -> list[tuple[str, int]]:
+    """The names of items and the numbers of their elements, in the order in which they are encoded."""
+    return [(item.name, local_part(item.tensor).numel()) for item in items]

@@ -43,6 +43,9 @@ class Contents:
         self._ever: Any = _torch.weak_table()
         self._digest, self._state_digest = Digest(), Digest()
         self._names: dict[int, tuple[Tensor, str]] = {}
+        #: Names of buffers that may have infinite numbers.
+        self.masks: set[str] = set()
+        self.note_masks()
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by their name in the module, or by their position in the optimizer's groups."""
@@ -64,6 +67,26 @@ class Contents:
             for j, p in enumerate(group["params"]):
                 found[names[id(p)][1] or f"parameter {j} of group {i}"] = p
         return found
+
+    def all_items(self) -> list[Item]:
+        """Every parameter of the module and of the optimizer, trained or not."""
+        named = self._module.named_parameters()
+        found: dict[str, Tensor] = {name: p for name, p in named if name not in self._ignored}
+        known = {id(p) for p in found.values()}
+        found |= {name: p for name, p in self._by_name().items() if id(p) not in known}
+        return [Item(name, p) for name, p in found.items()]
+
+    def frozen_items(self) -> list[Item]:
+        """Parameters that nobody trains, and that are never averaged."""
+        return [item for item in self.all_items() if not (item.tensor.requires_grad or item.tensor in self._ever)]
+
+    def note_masks(self) -> None:
+        """Take note of buffers with infinite numbers before training, such as masks: these are as they should be."""
+        self.masks = {
+            item.name
+            for item in self.buffers()
+            if item.tensor.is_floating_point() and bool(local(item.tensor).isinf().any())
+        }
 
     def buffers(self) -> list[Item]:
         """Buffers to average."""

@@ -22,6 +22,9 @@ __all__ = ["DiLoCo"]
 #: The outer learning rate that was found best, by the number of replicas (arXiv 2503.09799).
 OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
 
+#: As published, whatever the number of replicas.
+OUTER_MOMENTUM = 0.9
+
 
 class DiLoCo(Replica):
     r"""Replicas train by themselves for ``every`` steps; an outer optimizer with Nesterov momentum moves them all.
@@ -53,7 +56,7 @@ class DiLoCo(Replica):
             :class:`offbeat.TopK`.
         error_feedback: add what encoding has lost, multiplied by this number, to the next round.
         warmup: the number of steps with globally averaged gradients.
-        outer: makes another outer optimizer, from parameter groups; ``outer_lr`` and ``outer_momentum`` are not used.
+        outer: makes another outer optimizer, from parameter groups, in place of ``outer_lr`` and ``outer_momentum``.
         level: further options of :class:`offbeat.Level`, as a dictionary.
         options: further options of :class:`offbeat.Replica`.
 
@@ -82,7 +85,7 @@ class DiLoCo(Replica):
         module: torch.nn.Module,
         every: Every = 32,
         outer_lr: float | None = None,
-        outer_momentum: float = 0.9,
+        outer_momentum: float = OUTER_MOMENTUM,
         fragments: Fragments = 1,
         delay: int = 0,
         codec: CodecSpec = None,
@@ -95,6 +98,11 @@ class DiLoCo(Replica):
         level: LevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
+        if outer is not None and (outer_lr is not None or outer_momentum != OUTER_MOMENTUM):
+            raise ValueError(
+                f"outer= makes the outer optimizer, so that outer_lr={outer_lr} and outer_momentum={outer_momentum} "
+                "would not be used; give them to that optimizer, or leave outer= out"
+            )
         me = weakref.ref(self)  # the level keeps this function, and self keeps the level
 
         def nesterov(groups: Any) -> Optimizer:

@@ -1,7 +1,8 @@
-"""Averaging the gradients of modules without DDP, just before the step."""
+"""Averaging the gradients of modules without DDP, just before the step, and the losses of closures."""
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -9,19 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.sync.agreement import Shares, name_difference
+from offbeat.sync.agreement import Disagreement, Shares, name_difference
+from offbeat.sync.buckets import flat_view
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.items import Digest, Item
+from offbeat.sync.items import Digest, Item, local_part
 from offbeat.wire.peers import Peers
 
-__all__ = ["GradientMean"]
+__all__ = ["GradientMean", "mean_loss"]
+
+#: What a closure has returned.
+_NONE, _NUMBER, _ELSE = 0, 1, 2
+_KINDS = ("None", "a number", "neither a number nor None")
 
 
 class GradientMean:
     """For modules that nobody reduces gradients for: averages ``.grad`` just before the step.
 
-    What a backward pass adds to averaged gradients is averaged with the next call; the rest is the same on all ranks
-    and stays as it is.
+    What a backward pass adds to averaged gradients is averaged with the next call, and so is a gradient that was
+    assigned; the rest is the same on all ranks and stays as it is.
     """
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -29,6 +35,7 @@ class GradientMean:
         self._digest = Digest()
         self._hooks: dict[int, Any] = {}
         self._is_new = False
+        self._seen: dict[int, Tensor | None] = {}
 
     def watch(self, params: Mapping[str, Tensor]) -> None:
         """Take note of gradients that arrive for these parameters."""
@@ -51,14 +58,24 @@ class GradientMean:
         self._hooks = {}
 
     @torch.no_grad()
-    def average(self, params: Mapping[str, Tensor], peers: Peers, *, found: bool = False, absent: bool = False) -> bool:
-        """Average gradients of these parameters over all peers, if any rank has got new ones.
+    def average(
+        self,
+        params: Mapping[str, Tensor],
+        peers: Peers,
+        *,
+        found: bool = False,
+        absent: bool = False,
+        again: bool = False,
+    ) -> bool:
+        """Average gradients of these parameters over all peers.
 
         A rank that has none for a parameter counts as zero; what no rank has stays None.
 
         Args:
             found: whether this rank's gradients are not finite.
             absent: this rank has no data: it takes part with zeros and keeps nothing.
+            again: whether gradients have been averaged for this step before. Then they are averaged only if a rank has
+                got new ones since; a program may have clipped them in between.
 
         Returns:
             Whether a rank's gradients are not finite.
@@ -68,7 +85,8 @@ class GradientMean:
         items = [Item(name, p) for name, p in params.items()]
         bits = self._digest.of(items)
         # Of the same size on every rank, whatever ranks are about to do: the largest of all, and of all negated.
-        news = [int(found), int(self._is_new and not absent), *bits, *(-bit - 1 for bit in bits)]
+        is_new = not again or self._is_new or any(self._seen.get(id(p)) is not p.grad for p in params.values())
+        news = [int(found), int(is_new and not absent), *bits, *(-bit - 1 for bit in bits)]
         header = torch.tensor(news, dtype=torch.int64, device=device)
         peers.all_reduce(header, "max").wait()
         any_found, any_new, *most = header.tolist()
@@ -80,10 +98,11 @@ class GradientMean:
         every = list(params.values())
         used = torch.tensor([0 if absent or p.grad is None else 1 for p in every], dtype=torch.uint8, device=device)
         peers.all_reduce(used, "max").wait()
-        grads = []
+        grads, with_gradient = [], []
         for p, wanted in zip(every, used.tolist(), strict=True):
             if not wanted:
                 continue
+            with_gradient.append(p)
             if absent or p.grad is None:
                 grads.append(torch.zeros_like(p))
                 if not absent:
@@ -96,5 +115,58 @@ class GradientMean:
             else:
                 grads.append(p.grad)
         shares = Shares(1 / ranks, ranks, peers.rank == 0)
-        self._exchange.average([Item(str(i), g) for i, g in enumerate(grads)], peers, shares)
+        reduced = [_in_layout_of(p, g) for p, g in zip(with_gradient, grads, strict=True)]
+        self._exchange.average([Item(str(i), g) for i, g in enumerate(reduced)], peers, shares)
+        for g, mean in zip(grads, reduced, strict=True):
+            if mean is not g:
+                g.copy_(mean)
         return bool(any_found)
+
+    def keep_in_mind(self, params: Mapping[str, Tensor]) -> None:
+        """Take note of gradients that have been averaged, until :meth:`forget`."""
+        self._seen = {id(p): p.grad for p in params.values()}
+
+    def forget(self) -> None:
+        """After a step: keep no gradient alive."""
+        self._seen = {}
+
+
+def _in_layout_of(p: Tensor, g: Tensor) -> Tensor:
+    """The gradient, with its numbers in an order that is the same on all ranks: that of the parameter in memory.
+
+    Autograd gives a gradient this layout, unless the parameter has gaps; a program can give it any.
+    """
+    has_gaps = flat_view(local_part(p)) is None
+    if g.is_contiguous() if has_gaps else g.stride() == p.stride():
+        return g
+    return torch.empty_like(p, memory_format=torch.contiguous_format if has_gaps else torch.preserve_format).copy_(g)
+
+
+def mean_loss(loss: Any, peers: Peers) -> Any:
+    """The mean over all peers of the loss that a closure has returned, so that LBFGS decides the same on every rank.
+
+    A number and a tensor of one element are averaged, None and anything else stay as they are.
+    """
+    kind, value = _ELSE, 0.0
+    if loss is None:
+        kind = _NONE
+    elif isinstance(loss, Tensor) and loss.numel() == 1:
+        kind, value = _NUMBER, loss.detach().item()
+    elif isinstance(loss, numbers.Real):
+        kind, value = _NUMBER, float(loss)
+    mine = torch.tensor([kind, value], dtype=torch.float64, device=peers.device)
+    rows = torch.empty(2 * peers.size, dtype=torch.float64, device=peers.device)
+    peers.all_gather(rows, mine).wait()  # always, so that nobody waits for a rank that has nothing to average
+    table = rows.view(-1, 2).tolist()
+    if len({found for found, _ in table}) > 1:
+        where = ", ".join(
+            f"rank {rank}: {_KINDS[int(found)]}" for rank, (found, _) in zip(peers.ranks, table, strict=True)
+        )
+        raise Disagreement(
+            f"the closure has not returned the same kind of loss on every rank ({where}), so that it cannot be "
+            "averaged; nothing was changed. Return the loss on every rank, or None on every rank"
+        )
+    if kind != _NUMBER:
+        return loss
+    mean = sum(number for _, number in table) / peers.size
+    return torch.full_like(loss, mean, requires_grad=False) if isinstance(loss, Tensor) else mean

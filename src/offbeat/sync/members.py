@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from offbeat.sync.level import Level
-from offbeat.wire.groups import block_of, is_group, members, mesh_group, whole
+from offbeat.wire.groups import block_of, is_group, is_outside, members, mesh_group, whole
 from offbeat.wire.peers import GroupPeers, Peers, connect, is_gloo
 from offbeat.wire.simulated import SimulatedPeers
 
@@ -20,6 +20,11 @@ def peers_of(group: Any) -> Peers:
     """The peers of a process group (None: all ranks), with the group's own connection."""
     if isinstance(group, SimulatedPeers):
         return group
+    if is_outside(group):
+        raise ValueError(
+            "this rank is not in the group that it was given (new_group() returned GroupMember.NON_GROUP_MEMBER); make "
+            "the optimizer on the ranks of the group only"
+        )
     group = whole(group)
     return GroupPeers(group, members(group))
 
@@ -35,9 +40,18 @@ def connect_levels(levels: Sequence[Level], everyone: Peers, mesh: Any, *, quiet
         mesh: the DeviceMesh whose dimensions levels name.
         quiet: whether the threads of the connections should not preempt training.
     """
-    given = [_ranks(level, everyone, mesh) for level in levels]
-    _check_order(levels, given)
-    parts = _joined(everyone.gather_objects(given), len(levels))
+    given: list[list[int]] = []
+    problem: Exception | None = None
+    try:
+        given = [_ranks(level, everyone, mesh) for level in levels]
+        _check_order(levels, given)
+    except (TypeError, ValueError) as error:  # perhaps of this rank alone, and the others must not wait for it
+        problem = error
+    rows = everyone.gather_objects((given, None if problem is None else str(problem)))
+    for rank, (_, words) in zip(everyone.ranks, rows, strict=True):
+        if words is not None:
+            raise problem or ValueError(f"rank {rank} cannot use the levels: {words}")
+    parts = _joined([given for given, _ in rows], len(levels))
     mine = [next(part for part in some if everyone.ranks[everyone.rank] in part) for some in parts]
     if mine[-1] != sorted(everyone.ranks):
         raise ValueError(
@@ -83,6 +97,10 @@ def _ranks(level: Level, everyone: Peers, mesh: Any) -> list[int]:
     where = level.group
     if where is None:
         return everyone.ranks
+    if is_outside(where):
+        raise ValueError(
+            f"rank {everyone.ranks[everyone.rank]} is not in the group of a level; pass a group that contains it"
+        )
     if isinstance(where, int):
         return block_of(everyone.ranks, everyone.rank, where)
     if isinstance(where, SimulatedPeers):

@@ -108,7 +108,13 @@ class Outer:
     def note_rates(self) -> None:
         """Remember the inner learning rates, if the outer optimizer asks for them: the last ones that are not zero."""
         if self.optimizer is not None and any("inner_lr" in group for group in self.optimizer.param_groups):
-            found = {name: float(rate) for names, rate in self._groups() for name in names}
+            groups = self._groups()
+            if any(names and rate is None for names, rate in groups):
+                raise ValueError(
+                    "the outer optimizer needs the inner optimizer's learning rate, but a group of the inner one has "
+                    "no 'lr'; use an inner optimizer that has one, or another outer optimizer, as DiLoCo does"
+                )
+            found = {name: float(rate) for names, rate in groups for name in names}
             self._rates.update({name: rate for name, rate in found.items() if rate > 0 or name not in self._rates})
 
     def reset(self) -> None:

@@ -18,7 +18,7 @@ from offbeat._types import CommHook
 from offbeat.ddp import is_inside_ddp
 from offbeat.optim.checkpoint import check_not_wrappers
 from offbeat.overlap.handle import overlap_of
-from offbeat.sync.agreement import check_same_options, check_same_values
+from offbeat.sync.agreement import check_same_items, check_same_options, check_same_values
 from offbeat.sync.attach import attach
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.buffer_policy import check_buffers
@@ -34,7 +34,7 @@ from offbeat.sync.checks import (
 from offbeat.sync.contents import Contents
 from offbeat.sync.eager import check_linear
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.gradients import GradientMean
+from offbeat.sync.gradients import GradientMean, mean_loss
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.joining import ReplicaJoinHook
 from offbeat.sync.level import Level, options_in_words
@@ -204,6 +204,7 @@ class Replica(OptimizerWrapper, Joinable):
         self._gradient_mean: GradientMean | None = None
         self._begun = self._anchored = self._made_equal = False
         self._looked_at_module, self._sharded = False, sharded
+        self._averaged_before = False  # whether gradients have been averaged since the last step
         self._missed_warmup = False  # whether this rank has run out of data during warm-up
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
@@ -335,7 +336,9 @@ class Replica(OptimizerWrapper, Joinable):
             try:
                 loss = self._step_inner(closure)
             finally:
-                self._is_stepping = False
+                self._is_stepping = self._averaged_before = False
+                if self._gradient_mean is not None:
+                    self._gradient_mean.forget()
             self._tracks.move()
             due = self._calendar.due()
             try:
@@ -363,10 +366,10 @@ class Replica(OptimizerWrapper, Joinable):
         ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
         this optimizer instead, because there are collectives at every step.
         """
-        if self._everyone.size == 1 or not self._calendar.is_local:
+        if not self._calendar.is_local or (self._everyone.size == 1 and not self._tracks.has_outer):
             self._tracks.land()
             return
-        self._anchor_between_steps()
+        self._anchor_at_the_end()
         made = self._calendar.step
         while True:
             due = self._calendar.due()
@@ -382,7 +385,7 @@ class Replica(OptimizerWrapper, Joinable):
                     self._made_equal = True
                     return
                 self._calendar.exchanged(level)
-            self._calendar.advance()
+            self._calendar.advance_to_due(self._tracks.next_landing())
 
     def average_gradients(self) -> None:
         """For modules without DDP: average gradients now, for example to clip them before ``step()``.
@@ -428,6 +431,7 @@ class Replica(OptimizerWrapper, Joinable):
         state_dict = self._begin_load(state_dict)
         step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
         self._contents.load_averaged(mine.get("averaged", []))  # also what has been frozen since
+        self._contents.note_masks()  # the model has been loaded first
         self._tracks.check_state_dict(mine)
         self.optim.load_state_dict(state_dict)
         if step is None:
@@ -478,7 +482,9 @@ class Replica(OptimizerWrapper, Joinable):
         peers = self._gradient_peers()
         if self._gradient_mean is not None and peers is not None:
             self._gradient_mean.average(self._contents.params(), peers, absent=True)
-        for level, part in self._calendar.due():
+        due = self._calendar.due()
+        self._tracks.land_due(self._calendar.step, due)
+        for level, part in due:
             self._calendar.exchanged(level)
             self._tracks.take_part(self._calendar.step, level, part, may_be_last=False)
         self._calendar.advance()
@@ -510,13 +516,26 @@ class Replica(OptimizerWrapper, Joinable):
                 self._tracks.refresh()
             self._anchored = True
             if self._everyone.size > 1:
-                self._check_anchors()
+                self._check_anchors(is_stepping=True)
         elif self._anchored:
             self._tracks.follow()
 
-    def _check_anchors(self) -> None:
-        """All ranks have the same anchors. One without data has missed steps of the warm-up, and takes the others'."""
-        late = self._everyone.gather_objects(self._missed_warmup)
+    def _anchor_at_the_end(self) -> None:
+        """On a rank that has no data left, and may never have had any: others compare their anchors with it."""
+        if not self._tracks.has_outer or self._anchored:
+            return
+        self._tracks.refresh()
+        if self._everyone.size > 1:
+            self._anchored = self._check_anchors(is_stepping=False)
+
+    def _check_anchors(self, *, is_stepping: bool) -> bool:
+        """All ranks have the same anchors. One without data has missed steps of the warm-up, and takes the others'.
+
+        Returns:
+            Whether any rank is about to make a local step.
+        """
+        found = self._everyone.gather_objects((self._missed_warmup, is_stepping))
+        late = [missed for missed, _ in found]
         if any(late) and not all(late):
             root = late.index(False)
             for item in self._tracks.anchor_items():
@@ -526,7 +545,8 @@ class Replica(OptimizerWrapper, Joinable):
                     item.tensor.copy_(value)
             if self._missed_warmup:
                 self._tracks.go_to_anchors()
-        check_same_values(self._tracks.anchor_items(), self._everyone)
+        check_same_values(self._tracks.anchor_items() + self._contents.frozen_items(), self._everyone)
+        return any(stepping for _, stepping in found)
 
     def _before_forward(self) -> None:
         """Anchors are the parameters that a first local step starts from; an overlapped one is made in backward."""
@@ -542,11 +562,13 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _check_equal(self) -> None:
         if self._everyone.size > 1:
-            check_same_values([Item(name, p) for name, p in self._contents.params().items()], self._everyone)
+            params = [Item(name, p) for name, p in self._contents.params().items()]
+            check_same_values(params + self._contents.frozen_items(), self._everyone)
 
     @torch.no_grad()
     def _start_from_the_first(self) -> None:
-        items = [Item(name, p) for name, p in self._contents.params().items()] + self._contents.buffers()
+        items = [*self._contents.all_items(), *self._contents.buffers()]
+        check_same_items(items, self._everyone)
         for item in items:
             part = local_part(item.tensor)
             value = part.to(self._everyone.device, copy=True).contiguous()
@@ -572,6 +594,7 @@ class Replica(OptimizerWrapper, Joinable):
         if handle is None:
             self._gradient_mean = GradientMean(bucket_bytes)
             self._gradient_mean.watch(self._contents.params())
+            weakref.finalize(self, self._gradient_mean.remove).atexit = False
         elif self._subgroup is not None or self._calendar.warmup != 0:
             raise ValueError(
                 "the optimizer is overlapped and the module is not in DistributedDataParallel, so gradients are used "
@@ -592,14 +615,9 @@ class Replica(OptimizerWrapper, Joinable):
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
+            self._averaged_before = False
             self.average_gradients()
-            if loss is None:
-                return None
-            value = loss.detach().clone() if isinstance(loss, Tensor) else torch.tensor(float(loss))
-            device = value.device
-            value = value.to(peers.device) / peers.size
-            peers.all_reduce(value).wait()
-            return value.to(device) if isinstance(loss, Tensor) else value.item()
+            return mean_loss(loss, peers)
 
         return averaged
 
@@ -611,8 +629,12 @@ class Replica(OptimizerWrapper, Joinable):
         peers = self._gradient_peers()
         if self._gradient_mean is None or peers is None:
             return found
+        params, again = self._contents.params(), self._averaged_before
+        self._averaged_before = True
         # If one rank has inf or NaN in its gradients, so has every rank after averaging.
-        return self._gradient_mean.average(self._contents.params(), peers, found=found)
+        found = self._gradient_mean.average(params, peers, found=found, again=again)
+        self._gradient_mean.keep_in_mind(params)
+        return found
 
 
 def _refuse_wrapped_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

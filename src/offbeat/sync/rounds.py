@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +43,25 @@ class Round:
         track: what is exchanged, and with whom.
         step: the step after which it began.
         done: whether this rank has run out of data.
-        final: whether this rank does not train until the round is over, so that the result replaces its parameters.
+        now: whether all ranks wait for it.
 
     Attributes:
         shares: what ranks agreed on; None before.
+        final: whether this rank does not train until the round is over, so that the result replaces its parameters.
         error: why it failed, if it did.
         skipped: whether ranks agreed to change nothing.
         reported: whether somebody has asked for the result.
         idle: whether no rank has made a step since the last round: parameters go to the anchor, and that stays.
         restored: whether the result is from a checkpoint, and may be of more ranks than there are now.
         eager: whether this replica has taken its part of the outer step already.
+        is_copied: whether the exchange works on a copy.
     """
 
-    def __init__(self, track: Track, step: int, *, done: bool = False, final: bool = False) -> None:
-        self.track, self.step, self.done, self.final = track, step, done, final
+    is_copied = False
+
+    def __init__(self, track: Track, step: int, *, done: bool = False, now: bool = False) -> None:
+        self.track, self.step, self.done, self.final = track, step, done, done or now
+        self._now = now
         self.items, self.state = track.items(), track.state_items()
         self.shares: Shares | None = None
         self.error: BaseException | None = None
@@ -143,7 +148,7 @@ class Round:
         eager = self.track.eager if self.eager else None
         if eager is None or self.final:
             move()
-            self.track.set_params(params, names, kept=self._kept)
+            self.track.set_params(params, names, kept=self._kept, kept_below=self._kept_below)
             if eager is not None:  # this replica was left out, and nothing of it is kept
                 eager.forget(names, momentum=True)
             return
@@ -160,14 +165,14 @@ class Round:
         assert self.shares is not None
         if self.idle and not self.skipped:
             if self.final:
-                self.track.set_params(params, self._names, kept=0.0)
+                self.track.set_params(params, self._names, kept=0.0, kept_below=0.0)
             return False
         if self.skipped or self.shares.nobody:
             return False
-        if self.track.peers.size > 1 or self.restored:
+        if self.track.peers.size > 1 or self.restored or not self.is_copied:
             self._land(params)
-        elif self.track.outer is not None:
-            self._land_alone(params)
+        elif self.track.outer is not None:  # the mean over one rank is its own parameters, of then or of now
+            (self._land if self.track.level.delay else self._land_alone)(params)
         return True
 
     def _exchange(self, shares: Shares, peers: Peers) -> None:
@@ -269,12 +274,22 @@ class Round:
         parts = [local_part(params[name]) for name in self._names]
         assert self.track.outer is not None
         self.track.outer.move_to(self._names, parts, self.track.exchange.bucket_bytes)
-        self.track.set_params(params, self._names, kept=self._kept)
+        self.track.set_params(params, self._names, kept=self._kept, kept_below=self._kept_below)
+
+    @property
+    def all_done(self) -> bool:
+        """Whether all ranks have run out of data."""
+        return self.shares is not None and self.shares.all_done
 
     @property
     def _kept(self) -> float:
         """How much of the local parameters stays."""
         return 0.0 if self.final else self.track.level.kept
+
+    @property
+    def _kept_below(self) -> float:
+        """How much of the anchors of lower levels stays: the same on every rank, also if only some ranks are done."""
+        return 0.0 if self._now or self.all_done else self.track.level.kept
 
     def _agree(self, peers: Peers) -> Shares:
         level = self.track.level
@@ -334,7 +349,7 @@ class Round:
         return all(bool(ok) for replica, ok in rows.view(-1, 2).tolist() if replica == place)
 
     def _not_finite(self) -> list[str]:
-        return not_finite([(item.name, local_part(item.tensor)) for item in self.items])
+        return not_finite([(item.name, local_part(item.tensor)) for item in self.items], self.track.contents.masks)
 
     def _handle_not_finite(self, found: Shares, bad: list[str], peers: Peers) -> None:
         lists = peers.gather_objects(bad[:4]) if peers.size > 1 else [bad[:4]]
@@ -382,16 +397,22 @@ class Round:
         )
 
 
-def not_finite(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """The names of the tensors that have NaN or infinity among their elements."""
+def not_finite(tensors: Sequence[tuple[str, Tensor]], masks: Collection[str] = ()) -> list[str]:
+    """The names of the tensors that have NaN or infinity among their elements.
+
+    Args:
+        masks: names of tensors that may have infinite elements.
+    """
     tensors = [(name, t) for name, t in tensors if t.is_floating_point() and t.numel()]
+    found = [name for name, t in tensors if name in masks and bool(t.isnan().any())]
+    tensors = [(name, t) for name, t in tensors if name not in masks]
     # A sum is finite only if its terms are. It can overflow too, so that single ones are looked at again.
     sums: dict[Any, list[Tensor]] = {}
     for _, t in tensors:
         sums.setdefault(t.device, []).append(t.sum(dtype=torch.float32 if t.itemsize < 4 else None))
     if all(bool(torch.stack([s.double() for s in some]).isfinite().all()) for some in sums.values()):
-        return []
-    return [name for name, t in tensors if not bool(t.isfinite().all())]
+        return found
+    return [name for name, t in tensors if not bool(t.isfinite().all())] + found
 
 
 def vote(peers: Peers) -> None:
@@ -423,13 +444,16 @@ class InPlace(Round):
 class OnCopy(Round):
     """A round that works on a copy of the parameters, usually in the background."""
 
+    is_copied = True
+
     def take(self) -> None:
         """Copy the parameters."""
         self._copy(self.items)
 
     def _not_finite(self) -> list[str]:
         views = self.track.snapshot.views
-        return not_finite([(item.name, view) for item, view in zip(self.items, views, strict=True)])
+        tensors = [(item.name, view) for item, view in zip(self.items, views, strict=True)]
+        return not_finite(tensors, self.track.contents.masks)
 
     def _exchange(self, shares: Shares, peers: Peers) -> None:
         self._reduce_copy(shares, peers)

@@ -116,28 +116,28 @@ class Track:
             done: whether this rank has run out of data.
             now: whether all ranks wait for it, whatever the level's delay is.
         """
-        final = done or now
         if self.codec is not None:
-            return Coded(self, step, done=done, final=final)
+            return Coded(self, step, done=done, now=now)
         # In place the local parameters are gone, and nothing of them could be kept.
         in_place = now or not (self.level.delay or self.level.kept)
-        return (InPlace if in_place else OnCopy)(self, step, done=done, final=final)
+        return (InPlace if in_place else OnCopy)(self, step, done=done, now=now)
 
     @torch.no_grad()
-    def set_params(self, params: dict[str, Tensor], names: Sequence[str], *, kept: float) -> None:
+    def set_params(self, params: dict[str, Tensor], names: Sequence[str], *, kept: float, kept_below: float) -> None:
         """Move parameters, and the anchors of lower levels, to this level's anchors.
 
         Args:
-            kept: how much of the present value stays.
+            kept: how much of the parameters' present value stays.
+            kept_below: the same for the anchors of lower levels.
         """
         assert self.outer is not None
         for name in names:
             anchor = self.outer.anchors[name]
-            targets = [local_part(params[name]), *(low.anchors[name] for low in self._below if name in low.anchors)]
-            for target in targets:
+            below = [low.anchors[name] for low in self._below if name in low.anchors]
+            for target, part in [(local_part(params[name]), kept), *((one, kept_below) for one in below)]:
                 value = anchor.to(device=target.device, dtype=target.dtype)
-                if kept:
-                    target.lerp_(value, 1 - kept)
+                if part:
+                    target.lerp_(value, 1 - part)
                 else:
                     target.copy_(value)
 

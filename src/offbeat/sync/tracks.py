@@ -7,12 +7,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from offbeat.sync.agreement import Shares
+from offbeat.sync.coded import sizes_of
 from offbeat.sync.contents import Contents
 from offbeat.sync.driver import Driver
 from offbeat.sync.eager import Eager
@@ -199,21 +201,27 @@ class Tracks:
     def _launch(self, track: Track, step: int) -> None:
         one = track.make_round(step)
         one.take()
+        if track.peers.size == 1 and (track.outer is None or track.eager is not None):
+            self._run(track, one)  # there is nobody to wait for, and nothing that comes late
+            return
+        if track.eager is not None:
+            one.step_eagerly(self._contents.params())
         if track.peers.size > 1:
-            if track.eager is not None:
-                one.step_eagerly(self._contents.params())
             self._driver.start(one)
-            track.flight = one
             self.count += 1
-            self._forget(one)
         else:
-            self._run(track, one)
+            self._driver.run(one)  # its outer step is as late as with other replicas
+        track.flight = one
+        self._forget(one)
 
     def _run(self, track: Track, one: Round, adjust: Callable[[Shares], Shares] = lambda shares: shares) -> None:
         """Exchange and land a round now."""
         self._land_below(track)
         one.take()
         self._driver.run(one, adjust=adjust)
+        self._land_now(track, one)
+
+    def _land_now(self, track: Track, one: Round) -> None:
         changed = one.land(self._contents.params())
         if changed:
             self.count += track.peers.size > 1
@@ -296,9 +304,21 @@ class Tracks:
         def adjust(shares: Shares) -> Shares:
             return self._shares(track, shares) if shares.all_done and may_be_last else shares
 
-        self._run(track, one, adjust)
-        assert one.shares is not None
-        return one.shares.all_done
+        one.take()
+        self._driver.run(one, adjust=adjust)
+        if track.level.delay and one.error is None and not one.skipped and not one.all_done:
+            # The others land it later, and change anchors of lower levels before and after that.
+            track.flight = one
+            self.count += 1
+            self._forget(one)
+        else:
+            self._land_now(track, one)
+        return one.all_done
+
+    def next_landing(self) -> int | None:
+        """The first step after which a round in flight lands."""
+        steps = [track.flight.step + track.level.delay for track in self._every() if track.flight is not None]
+        return min(steps, default=None)
 
     def _shares(self, track: Track, shares: Shares) -> Shares:
         """The weights of a round that must make ranks equal, although no rank may have a weight.
@@ -377,7 +397,7 @@ class Tracks:
         shapes |= {item.name: local_part(item.tensor).shape for item in self._contents.buffers()}
         same = [len(tracks) for tracks in saved] == [len(tracks) for tracks in self._tracks]
         for i, tracks in enumerate(saved):
-            for track in tracks:
+            for part, track in enumerate(tracks):
                 flight = track["flight"]
                 if flight is not None and not same:
                     raise ValueError(
@@ -398,6 +418,9 @@ class Tracks:
                         "way round; nothing was changed. Load it with the codec it was saved with, or save after "
                         "finish()"
                     )
+                if flight is not None and "flat" in flight:
+                    here = sizes_of([Item(name, params[name]) for name in self._tracks[i][part].names()])
+                    self._check_encoded([(str(name), int(size)) for name, size in flight["lost_of"]], here)
                 for name, value in (flight or {}).get("values", {}).items():
                     if shapes.get(name) != value.shape:
                         found = tuple(shapes[name]) if name in shapes else "no such tensor"
@@ -409,6 +432,15 @@ class Tracks:
             outer = self.outers[i] if i < len(self.outers) else None
             if len(saved) == len(self._tracks) and outer is not None and state["outer"][i] is not None:
                 outer.check_state_dict(state["outer"][i], params)
+
+    def _check_encoded(self, saved: list[tuple[str, int]], here: list[tuple[str, int]]) -> None:
+        for (name, size), (other, found) in zip_longest(saved, here, fillvalue=("nothing", 0)):
+            if (name, size) != (other, found):
+                raise ValueError(
+                    f"the checkpoint has a round in flight that was encoded with {size} elements of {name!r}, where "
+                    f"this model has {found} of {other!r}; nothing was changed. Load the checkpoint into the model it "
+                    "was saved from, with the same parameters frozen, or save after finish()"
+                )
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue from :meth:`state_dict`. Returns whether anchors were loaded, if there are any."""

@@ -22,6 +22,7 @@ __all__ = [
     "host_identity",
     "is_group",
     "is_member",
+    "is_outside",
     "meeting_device",
     "members",
     "mesh_group",
@@ -46,6 +47,11 @@ def whole(group: Any = None) -> Any:
 def is_member(group: Any) -> bool:
     """Whether this rank is in the group."""
     return group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER and dist.get_rank(group) >= 0
+
+
+def is_outside(group: Any) -> bool:
+    """Whether this is what ``new_group()`` returns on a rank that is not in the new group; that is a number."""
+    return isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
 
 
 def members(group: Any) -> list[int]:

@@ -23,7 +23,7 @@ class _OrderedSum:
     """The exchange of parts is under way; sums are taken and gathered when it is waited for."""
 
     def __init__(self, peers: Peers, flat: Tensor) -> None:
-        self._peers, self._flat = peers, flat
+        self._peers, self._flat, self._is_done = peers, flat, False
         size = peers.size
         if size <= 2:
             self._parts = flat.new_empty(size * flat.numel())
@@ -36,7 +36,10 @@ class _OrderedSum:
         self._work = peers.all_to_all(self._parts, flat, [mine] * size, sizes)
 
     def wait(self) -> None:
+        if self._is_done:  # a second time, the parts would be added again
+            return
         self._work.wait()
+        self._is_done = True
         peers, flat = self._peers, self._flat
         total, *others = self._parts.view(peers.size, -1).unbind()
         for part in others:

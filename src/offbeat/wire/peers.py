@@ -38,7 +38,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Block until it is done. Raises :class:`ExchangeError` if it failed."""
+        """Block until it is done; a second call returns at once. Raises :class:`ExchangeError` if it failed."""
 
 
 class Peers(Protocol):

@@ -50,8 +50,14 @@ class Simulation:
     def __init__(
         self, size: int, *, bandwidth: float | None = None, latency: float = 0.0, timeout: float = 60.0
     ) -> None:
-        if size < 1:
-            raise ValueError(f"a simulation needs at least 1 rank, but got {size}")
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"a simulation needs at least 1 rank, but got {size!r}")
+        if bandwidth is not None and not bandwidth > 0:
+            raise ValueError(f"bandwidth must be a positive number of bytes a second, or None, but got {bandwidth!r}")
+        if not latency >= 0:
+            raise ValueError(f"latency must be a number of seconds that is not negative, but got {latency!r}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be a positive number of seconds, but got {timeout!r}")
         self.size, self.bandwidth, self.latency, self.timeout = size, bandwidth, latency, timeout
         self.seconds = [0.0] * size
         self.bytes_sent = [0] * size
@@ -59,6 +65,7 @@ class Simulation:
         self._taken: dict[Any, int] = {}
         self._arrival = threading.Condition()
         self._failed = False
+        self._runs = itertools.count()
 
     def run(
         self,
@@ -82,10 +89,13 @@ class Simulation:
         """
         results: list[Any] = [None] * self.size  # Result, once all have returned
         errors: list[BaseException] = []
+        # What a run before this one has left behind, because it failed or went on in the background, is not for this.
+        name = str(next(self._runs))
+        self._failed = False
 
         def main(rank: int) -> None:
             try:
-                results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size)), *args, **kwargs)
+                results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size), name), *args, **kwargs)
             except BaseException as error:
                 errors.append(error)
                 with self._arrival:
