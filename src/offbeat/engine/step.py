@@ -18,7 +18,7 @@ from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
 from offbeat.engine.matrix import WHOLE
-from offbeat.engine.options import Options, OptionsCache, Sharing
+from offbeat.engine.options import Options, OptionsCache, Sharing, option_names
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
@@ -75,6 +75,18 @@ class Engine:
                 found[0].release()
             else:
                 check_gradients(self._options.of(item.group), item.params, item.gradients)
+
+    def describe(self, work: Sequence[Work]) -> dict[str, str]:
+        """Which parameters have gradients, and the options of their groups, in words that ranks can compare."""
+        given = [[(i, tuple(p.shape)) for i, (p, g) in enumerate(zip(item.params, item.gradients, strict=True))
+                  if g is not None] for item in work]  # fmt: skip
+        words = [self._options.of(item.group).words for item in work]
+        return {"gradients": repr(given)} | {name: ", ".join(one[name] for one in words) for name in self.names[1:]}
+
+    @property
+    def names(self) -> list[str]:
+        """The names in what :meth:`describe` returns."""
+        return ["gradients", *option_names(self._options.rule)]
 
     def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
         """As :meth:`run`; returns whether there are new batches."""
