@@ -112,10 +112,10 @@ def test_shards_move_as_the_whole_model_does(world, layout, round_bytes, chunk_b
         if layout != "overlap":
             assert all(kept)
         if layout == "rows" and round_bytes == 64 << 20:
-            # For matrices two numbers to agree, then all columns together, then all norms; no columns for vectors.
-            assert len(sums) == 6 * (3 + 2)
+            # Two numbers to agree, then all columns together, then all norms, and then those of vectors.
+            assert len(sums) == 6 * 4
             numbers = sum(p.shape[-1] + 1 for p in exact.values() if p.dim() == 2) + 2 * len(exact)
-            assert sum(sums) == 6 * (2 * 2 + numbers)
+            assert sum(sums) == 6 * (2 + numbers)
 
 
 def train_alone(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -234,31 +234,38 @@ def disagree(rank: int, world: int) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world,))
-    params = [distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) for _ in range(2)]
-    optimizer = offbeat.Adafactor(params)
+    params = [distribute_tensor(torch.ones(shape), mesh, [Shard(0)]) for shape in ((4, 4), (5,), (3, 2), (6,))]
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = offbeat.Adafactor(groups)
 
-    def give(missing: bool) -> None:
+    def give(missing: int) -> None:
         for i, p in enumerate(params):
-            g = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
-            p.grad = None if missing and (rank, i) == (1, 0) else g
+            g = distribute_tensor(torch.ones(p.shape), mesh, [Shard(0)])
+            p.grad = None if rank == 1 and i == missing else g
 
-    give(True)
-    found = {"missing": raised(optimizer.step)}
-    give(False)
-    optimizer.param_groups[0]["lr"] = 0.1 + rank
+    found: dict[str, Any] = {}
+    for i in range(3):
+        give(i)
+        found[f"missing {i}"] = raised(optimizer.step)
+    give(-1)
+    optimizer.param_groups[1]["lr"] = 0.1 + rank
     found["lr"] = raised(optimizer.step)
-    found["unchanged"] = all(torch.equal(p.full_tensor(), torch.ones(4, 4)) for p in params)
-    optimizer.param_groups[0]["lr"] = 0.1
+    found["unchanged"] = all(torch.equal(p.full_tensor(), torch.ones(p.shape)) for p in params)
+    optimizer.param_groups[1]["lr"] = 0.1
     found["then"] = raised(optimizer.step)
-    whole = {k: v.full_tensor() if k != "step" else v for k, v in optimizer.state[params[0]].items()}
-    saved = {"state": {0: whole, 1: whole}, "param_groups": optimizer.state_dict()["param_groups"]}
+    whole = {
+        i: {k: v.full_tensor() if k != "step" else v for k, v in optimizer.state[p].items()}
+        for i, p in enumerate(params)
+    }
+    saved = {"state": whole, "param_groups": optimizer.state_dict()["param_groups"]}
     found["plain state"] = raised(lambda: optimizer.load_state_dict(saved))
     return found
 
 
 def test_ranks_that_disagree_raise_together():
     for found in run_ranks(disagree, 2):
-        assert "gradients for different matrices" in found["missing"]
+        for i in range(3):
+            assert "gradients for different matrices" in found[f"missing {i}"]
         assert "option 'lr'" in found["lr"]
         assert found["unchanged"]
         assert found["then"] == "nothing"

@@ -15,12 +15,12 @@ from offbeat.engine.options import Options
 from offbeat.engine.owners import rounds
 
 __all__ = [
-    "check_agreement",
     "check_same_gradients",
     "check_same_kinds",
     "check_same_norms",
     "check_same_parameters",
     "check_same_step",
+    "check_shared_work",
     "norms_of_owners",
     "send_from_owners",
 ]
@@ -134,9 +134,15 @@ def _compare(numbers: Sequence[int], group: Any, device: torch.device) -> list[b
     return [high == -low for high, low in zip(*pair.tolist(), strict=True)]
 
 
-def check_agreement(jobs: Sequence[Any], options: Options, group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same jobs and options."""
-    about = {"gradients": repr([(job.at, job.shape) for job in jobs]), **options.words}
+def check_shared_work(work: Sequence[tuple[Options, Sequence[Any]]], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same jobs with the same options.
+
+    Args:
+        work: jobs, with the options of their group of parameters.
+    """
+    about = {"gradients": repr([[(job.at, job.shape) for job in jobs] for _, jobs in work])}
+    for name in work[0][0].words:
+        about[name] = ", ".join(dict.fromkeys(options.words[name] for options, _ in work))
     check_same_step(list(about), about, group, device)
 
 

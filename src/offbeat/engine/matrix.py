@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat._torch import foreach_copy_
 from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
-from offbeat.engine.agree import check_agreement, check_same_gradients
+from offbeat.engine.agree import check_same_gradients
 from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.chunks import Chunk, Kernels
@@ -53,6 +53,8 @@ class MatrixBatch(TensorBatch):
         self._launches: dict[Any, Any] = {}
         self._chunks: list[Chunk] = []
         self._chunks_for: tuple[Any, ...] = ()
+        self._alone: list[int] | None = None  # parameters of this step that are run alone; None for all
+        self._jobs: dict[Any, list[Job]] = {}  # and those that are shared
         self._places_known = False  # whether the book has been read for this step
         super().__init__(options, members)
         self.keeps = not symbolic and all(map(self._can_stay, members))
@@ -106,38 +108,47 @@ class MatrixBatch(TensorBatch):
             self.sets.store(options.scalar_keys, self.scalars, active)
         self._tell_autograd(active)
 
+    def shared(self, options: Options) -> dict[Any, list[Job]]:
+        """By process group, the parameters that several ranks share; the others are run alone."""
+        matrix = options.rule.matrix
+        found: dict[Any, list[Job]] = {}
+        self._alone, self._jobs = None, found
+        if self._symbolic or not self._count or not (self.distributed or options.sharing is not None):
+            return found
+        assert matrix is not None
+        self._alone = []
+        for i in self._active():
+            cut = _cut(matrix, self.params[i]) if self.distributed else None
+            if cut is not None:
+                job = Job(i, cut.shape, self.sets.number(i), cut)
+                found.setdefault(cut.group, []).append(job)
+            elif not self.distributed and options.sharing is not None:
+                job = Job(i, tuple(self.shards[i].shape), self.sets.number(i))
+                found.setdefault(options.sharing.group, []).append(job)
+            else:
+                self._alone.append(i)
+        return found
+
     def _run_with_others(self, options: Options, active: list[int]) -> list[int]:
         """Run those that several ranks share, and return the others."""
-        if not self.distributed and options.sharing is None:
-            return active
         matrix = options.rule.matrix
         assert matrix is not None
-        alone, jobs = [], []
-        for i in active:
-            cut = _cut(matrix, self.params[i]) if self.distributed else None
-            if cut is None and (self.distributed or options.sharing is None):
-                alone.append(i)
+        for group, jobs in self._jobs.items():
+            if not self.distributed:
+                self._run_copies(jobs, self._steps(options), options.sharing)
+            elif matrix.pieces:
+                run_pieces(self._tasks(options, jobs), group)
             else:
-                shape = tuple(self.shards[i].shape) if cut is None else cut.shape
-                jobs.append(Job(i, shape, self.sets.number(i), cut))
-        if not jobs:
-            return alone
-        if not self.distributed:
-            assert options.sharing is not None
-            self._run_copies(jobs, self._steps(options), options, options.sharing)
-            return alone
-        by_group: dict[Any, list[Job]] = {}
-        for job in jobs:
-            assert job.cut is not None
-            by_group.setdefault(job.cut.group, []).append(job)
-        for group, mine in by_group.items():
-            check_agreement(mine, options, group, self.shards[0].device)
-        for group, mine in by_group.items():
-            if matrix.pieces:
-                run_pieces(self._tasks(options, mine), group)
-            else:
-                run_shards(mine, self._steps(options))
-        return alone
+                run_shards(jobs, self._steps(options))
+        return active if self._alone is None else self._alone
+
+    def check_copies(self, options: Options) -> None:
+        """Raise, on every rank alike, unless the ranks that share matrices have the same gradients for them."""
+        sharing = options.sharing
+        if sharing is not None and sharing.owners is None and not self.distributed and not self._symbolic:
+            gradients = [g for g in self._gradients if g is not None]
+            if gradients:
+                check_same_gradients(gradients, sharing.group)
 
     def _tasks(self, options: Options, jobs: list[Job]) -> list[list[Task]]:
         """Rounds of parameters of which this rank transforms its piece; the same on every rank."""
@@ -166,12 +177,11 @@ class MatrixBatch(TensorBatch):
         begin = functools.partial(self._transform, options, chunk, None)
         return Task(begin, functools.partial(self._finish, options, chunk), cut.dim - len(cut.shape))
 
-    def _run_copies(self, jobs: list[Job], steps: Steps, options: Options, sharing: Sharing) -> None:
+    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing | None) -> None:
+        assert sharing is not None
         if sharing.owners is None:
-            check_agreement(jobs, options, sharing.group, steps.device)
-            check_same_gradients([g for job in jobs if (g := self._gradients[job.at]) is not None], sharing.group)
             run_copies(jobs, steps, sharing.group)
-        else:  # whose optimizer has made sure that all ranks take the same step
+        else:
             owners = [sharing.owners.of(self.params[job.at]) for job in jobs]
             sharing.owners.stale = True
             run_copies(jobs, steps, sharing.group, owners)

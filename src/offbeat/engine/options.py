@@ -179,6 +179,11 @@ class OptionsCache:
         self.rule, self._sharing = rule, sharing
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
 
+    @property
+    def has_owners(self) -> bool:
+        """Whether only owners have gradients and state of matrices."""
+        return self._sharing is not None and self._sharing.owners is not None
+
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""
         if (known := self._known.get(id(group))) is not None:
