@@ -88,6 +88,8 @@ def _matrix_limits(rule: Rule) -> list[str]:
     cut = "- Works on whole parameters: DTensors that are cut over ranks raise."
     if rule.matrix.cut:
         cut = "- Works on whole matrices: how several ranks share them is [a page of its own](../matrices.md)."
+    if rule.matrix.pieces:
+        cut = "- Parameters may be cut over ranks along one dimension (FSDP2, HSDP): [how](../matrices.md#adafactor)."
     return [
         cut,
         "- Complex parameters raise, as in torch.optim. No `differentiable` and no pure form.",

@@ -127,6 +127,98 @@ def test_batches_are_kept_from_step_to_step(case):
     assert [choice.tier for choice in optimizer.tiers()] == ["matrix"]
 
 
+def _transposed(t):
+    return t.t().contiguous().t()
+
+
+def _set(key, value):
+    return lambda optimizer, params: optimizer.param_groups[0].update({key: value})
+
+
+def _state(change):
+    def disturb(optimizer, params):
+        entry = optimizer.state[params[0]]
+        key = "momentum_buffer" if "momentum_buffer" in entry else "row_var"
+        change(entry, key)
+
+    return disturb
+
+
+def _grads(change):
+    def disturb(optimizer, params):
+        for i, p in enumerate(params):
+            p.grad = change(i, p.grad)
+
+    return disturb
+
+
+def _data(change):
+    def disturb(optimizer, params):
+        for p in params[1:]:
+            p.data = change(p.data)
+
+    return disturb
+
+
+#: What a program may do between two steps.
+DISTURBANCES = {
+    "nothing": lambda optimizer, params: None,
+    "lr": _set("lr", 0.3),
+    "weight decay": _set("weight_decay", 0.7),
+    "lr is a tensor": _set("lr", torch.tensor(0.25)),
+    "parameters moved": _data(torch.clone),
+    "parameters transposed": _data(_transposed),
+    "gradients transposed": _grads(lambda i, g: _transposed(g)),
+    "gradients are views": _grads(lambda i, g: torch.stack([g, g])[1]),
+    "a gradient is missing": _grads(lambda i, g: None if i == 1 else g),
+    "only one gradient": _grads(lambda i, g: None if i != 1 else g),
+    "state replaced": _state(lambda entry, key: entry.update({key: 2 * entry[key]})),
+    "state changed in place": _state(lambda entry, key: entry[key].mul_(2)),
+    "state moved": _state(lambda entry, key: setattr(entry[key], "data", entry[key].clone())),
+    "state in another layout": _state(lambda entry, key: entry.update({key: _transposed(entry[key])})),
+    "another group": lambda optimizer, params: optimizer.add_param_group({"params": [params.pop()], "lr": 0.5}),
+}
+MUONS = {
+    "ns_steps": _set("ns_steps", 3),
+    "ns_dtype": _set("ns_dtype", torch.float32),
+    "ns_coefficients": _set("ns_coefficients", (1.5, -0.5, 0.0)),
+    "nesterov": _set("nesterov", False),
+    "adjust_lr_fn": _set("adjust_lr_fn", "match_rms_adamw"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "disturb"),
+    [(case, name) for case in (MATRIX_CASES[0], MATRIX_CASES[4]) for name in DISTURBANCES]
+    + [(MATRIX_CASES[0], name) for name in MUONS],
+    ids=str,
+)
+@pytest.mark.parametrize("sizes", [[(8, 12)] * 3, [(8, 12), (12, 8), (8, 12), (6, 6)]], ids=["alike", "several shapes"])
+def test_what_is_kept_between_steps_is_checked_again(case, disturb, sizes):
+    """One optimizer goes on, the other is made anew for every step; both are disturbed alike."""
+    change = {**DISTURBANCES, **MUONS}[disturb]
+    extra = [(8, 12)] if disturb == "another group" else []
+    kept, anew = (make_params(torch.float32, shapes=sizes + extra) for _ in range(2))
+    everyone = [*kept], [*anew]
+    a, b = (case.ours(params[: len(sizes)], **case.hyper) for params in (kept, anew))
+    for step in range(7):
+        set_gradients(step, *everyone)
+        if step == 4 or (step == 5 and disturb == "lr"):
+            change(a, kept)
+            change(b, anew)
+        versions = [(p, p._version) for group in a.param_groups for p in group["params"] if p.grad is not None]
+        a.step()
+        b.step()
+        assert all(p._version > version for p, version in versions)
+        for p, q in zip(*everyone, strict=True):
+            assert torch.equal(p, q), step
+            for key, value in b.state[q].items():
+                assert torch.equal(a.state[p][key], value), (step, key)
+        groups, saved = [dict(group) for group in b.param_groups], copy.deepcopy(b.state_dict())
+        b = case.ours(groups, **case.hyper)
+        b.load_state_dict(saved)
+
+
 @ONE_EACH
 def test_chunks_do_not_change_the_numbers(case, monkeypatch):
     whole, cut = (make_params(torch.float64, shapes=shapes(case)) for _ in range(2))

@@ -506,6 +506,71 @@ def static_graph(rank: int, world: int, how: str) -> Any:
     return "", all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
 
 
+def unreduced_here_none_there(rank: int, world: int, how: str) -> Any:
+    """A matrix has this rank's own gradient on one rank, and none on the other."""
+    model = Sometimes()
+    ddp, optimizer = begin(model)
+    taken: Any = optimizer if how != "muon alone" else optimizer.optimizers[0]
+    offbeat.reduce_to_owners(optimizer, ddp)
+    ddp(small(rank), True).square().mean().backward()
+    before = values(model)
+    for p in optimizer.optimizers[0].param_groups[0]["params"] if how == "all" else [model.last.weight]:
+        p.grad = torch.ones_like(p) if rank == 1 else None
+    said = raised(taken.step)
+    same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    optimizer.zero_grad()
+    ddp(small(rank), True).square().mean().backward()
+    optimizer.step()  # the ranks are still in step
+    words = "has not been reduced to its owner" if rank == 1 else "another rank cannot take this step"
+    return said, same and words in said and not torch.equal(model.last.weight, before["last.weight"])
+
+
+def bad_gradient_of_adamw(rank: int, world: int) -> Any:
+    """One rank finds out by itself that it cannot step the parameters beside the matrices."""
+    model, extra = Sometimes(), nn.Parameter(torch.ones(3))
+    ddp, optimizer = begin(model, extra)
+    offbeat.reduce_to_owners(optimizer, ddp)
+    ddp(small(rank), True).square().mean().backward()
+    extra.grad = torch.ones(3).to_sparse() if rank == 1 else torch.ones(3)
+    before = values(model)
+    said = raised(optimizer.step)
+    words = "sparse" if rank == 1 else "another rank cannot take this step"
+    return said, words in said and all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def other_options(rank: int, world: int, name: str, how: str) -> Any:
+    """The ranks have different values of an option that decides the update."""
+    model = Sometimes()
+    ddp, optimizer = begin(model)
+    if how == "shared":
+        optimizer.share_matrices()
+    else:
+        offbeat.reduce_to_owners(optimizer, ddp)
+    if how == "overlap":
+        offbeat.overlap(optimizer, ddp)
+    ddp(small(rank), True).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    group = optimizer.optimizers[0].param_groups[0]
+    before, right = values(model), group[name]
+    change = {"lr": 0.03, "nesterov": False, "ns_steps": 4, "ns_coefficients": (3.0, -4.0, 2.0)}
+    if rank == 1:
+        group[name] = change[name]
+
+    def step() -> None:
+        ddp(small(rank, 1), True).square().mean().backward()
+        optimizer.step()
+
+    said = raised(step)
+    # In overlap, buckets of other parameters may have been stepped before the first with a matrix.
+    kept = {id(p) for p in group["params"]} if how == "overlap" else {id(p) for p in model.parameters()}
+    same = all(torch.equal(p, before[key]) for key, p in model.named_parameters() if id(p) in kept)
+    if how != "overlap":
+        group[name] = right
+        optimizer.step()
+    return said, same and f"option {name!r}" in said
+
+
 DENSE = {"find_unused_parameters": False}
 # By name: the function, its arguments, and what it says.
 CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
@@ -523,6 +588,16 @@ CASES: dict[str, tuple[Any, tuple[Any, ...], str]] = {
     "clip outside, other gradients": (clip_outside, (True,), "have different gradients on the ranks"),
     "clip, missing gradients": (clip_missing, (), ""),
     "the second of a chain fails": (second_fails, (), "the ranks have different parameters"),
+    "unreduced on a rank": (unreduced_here_none_there, ("one",), ""),
+    "unreduced on a rank, nothing elsewhere": (unreduced_here_none_there, ("all",), ""),
+    "unreduced on a rank, muon alone": (unreduced_here_none_there, ("muon alone",), ""),
+    "a bad gradient beside matrices": (bad_gradient_of_adamw, (), ""),
+    "another lr": (other_options, ("lr", "step"), "drift apart"),
+    "another lr, overlap": (other_options, ("lr", "overlap"), "drift apart"),
+    "another lr, shared": (other_options, ("lr", "shared"), "drift apart"),
+    "another nesterov": (other_options, ("nesterov", "step"), "drift apart"),
+    "another number of iterations": (other_options, ("ns_steps", "step"), "drift apart"),
+    "other coefficients": (other_options, ("ns_coefficients", "step"), "drift apart"),
     "static graph, owned": (static_graph, ("owned",), ""),
     "static graph, shared": (static_graph, ("shared",), ""),
 }

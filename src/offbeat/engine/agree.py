@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_
+from offbeat.engine.options import Options
 from offbeat.engine.owners import rounds
 
 __all__ = [
-    "check_agreement",
     "check_same_gradients",
     "check_same_kinds",
     "check_same_norms",
     "check_same_parameters",
+    "check_same_step",
+    "check_shared_work",
     "norms_of_owners",
     "send_from_owners",
 ]
@@ -79,16 +81,69 @@ def _same(text: str, group: Any, device: torch.device) -> bool:
 def _agree(number: Tensor, group: Any) -> bool:
     pair = torch.stack([number, -number])
     dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-    return bool(pair[0] == -pair[1])
+    high, low = pair.tolist()
+    return bool(high == -low)
 
 
-def check_agreement(jobs: Sequence[Any], group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same jobs. Exchanges two numbers."""
-    if not _same(repr([(job.at, job.shape) for job in jobs]), group, device):
+def check_same_step(
+    names: Sequence[str], about: Mapping[str, str], group: Any, device: torch.device, error: Exception | None = None
+) -> None:
+    """Raise, on every rank alike, if a rank cannot take the step or if the ranks would take different ones.
+
+    Two numbers are exchanged. Only if they differ, one more for each name tells what it is that differs.
+
+    Args:
+        names: ``"gradients"`` and the names of options; the same on every rank.
+        about: for each name what this rank has, in words.
+        error: why this rank cannot take the step.
+
+    Raises:
+        Exception: ``error``, on the ranks that have one.
+        RuntimeError: another rank has an error, or the ranks differ.
+    """
+    digest = -1 if error is not None else zlib.crc32(repr([about[name] for name in names]).encode())
+    same = _agree(torch.tensor(digest, dtype=torch.int64, device=device), group)
+    if error is not None:
+        if not same:
+            _compare([1] + [0] * len(names), group, device)
+        raise error
+    if same:
+        return
+    failed, *alike = _compare([0] + [zlib.crc32(about[name].encode()) for name in names], group, device)
+    if not failed:
+        raise RuntimeError(
+            "another rank cannot take this step; the error of that rank says why. No rank has changed anything"
+        )
+    name = next(name for name, is_same in zip(names, alike, strict=True) if not is_same)
+    if name == "gradients":
         raise RuntimeError(
             "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
             "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
         )
+    raise RuntimeError(
+        f"the ranks have different values of the option {name!r} (here {about[name]}), so that their parameters would "
+        "drift apart; set it to the same value in the param groups of every rank. No rank has changed anything"
+    )
+
+
+def _compare(numbers: Sequence[int], group: Any, device: torch.device) -> list[bool]:
+    """For each of these numbers, whether all ranks of the group have the same."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    pair = torch.stack([mine, -mine])
+    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    return [high == -low for high, low in zip(*pair.tolist(), strict=True)]
+
+
+def check_shared_work(work: Sequence[tuple[Options, Sequence[Any]]], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same jobs with the same options.
+
+    Args:
+        work: jobs, with the options of their group of parameters.
+    """
+    about = {"gradients": repr([[(job.at, job.shape) for job in jobs] for _, jobs in work])}
+    for name in work[0][0].words:
+        about[name] = ", ".join(dict.fromkeys(options.words[name] for options, _ in work))
+    check_same_step(list(about), about, group, device)
 
 
 def norms_of_owners(norms: Sequence[Tensor], mine: Sequence[bool], group: Any) -> list[Tensor]:

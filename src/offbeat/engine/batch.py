@@ -93,6 +93,13 @@ class Batch:
             self._sets_for = None if changing else (options, stored)
         return True
 
+    def shared(self, options: Options) -> dict[Any, list[Any]]:
+        """By process group, what :meth:`run` does together with other ranks, which must do the same."""
+        return {}
+
+    def check_copies(self, options: Options) -> None:
+        """Raise, on every rank alike, unless ranks that share work have the same gradients for it."""
+
     def takes(self, extras: Extras) -> bool:
         """Whether :meth:`run` can do this in the same pass."""
         return False

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
@@ -48,6 +49,24 @@ class Stage:
         """Those of these state tensors that it reads and writes."""
         return tuple(key for key in present if key in self._names)
 
+    @staticmethod
+    def names(coefficients: Mapping[str, Any]) -> tuple[str, ...]:
+        """The coefficients that kernels take, in order."""
+        return tuple(name for name in coefficients if name != "rounding_step")
+
+    def found(
+        self,
+        keys: tuple[str, ...],
+        names: tuple[str, ...],
+        dtypes: tuple[torch.dtype, ...],
+        device: torch.device,
+        known: Mapping[Any, Any],
+    ) -> CpuKernel | None:
+        """The compiled kernel that :meth:`run` has used for columns of these dtypes; None if it has used none."""
+        found = known.get((self, keys, names, dtypes, device))
+        kernel = None if found is None else found[2]
+        return kernel if isinstance(kernel, CpuKernel) else None
+
     def run(
         self,
         options: Options,
@@ -64,7 +83,7 @@ class Stage:
             coefficients: the coefficients that all rows share.
             known: choices, and launches for rows of these sizes, that are kept for the next step of a batch.
         """
-        names = tuple(name for name in coefficients if name != "rounding_step")
+        names = self.names(coefficients)
         one = [column[0] for column in columns]
         dtypes = tuple(t.dtype for t in one)
         kind = (self, keys, names, dtypes, one[0].device)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from offbeat.engine.owners import assign, cost_of, rounds
 
-__all__ = ["Cut", "Job", "Steps", "cut_of", "run_copies", "run_shards"]
+__all__ = ["Cut", "Job", "Steps", "alike", "cut_of", "run_copies", "run_shards"]
 
 #: Bytes of the matrices that a rank works on in one round. A single matrix may need more.
 ROUND_BYTES = 64 << 20
@@ -221,7 +221,7 @@ class _ShardRound(_Round):
         self._sent = [_all_to_all(self._in, self._out, group)]
 
     def _before(self) -> None:
-        for some in _alike(self.jobs):
+        for some in alike(self.jobs):
             self._begin(some, [self._out.views[job.at, self.me] for job in some])
 
     def work(self) -> None:
@@ -234,7 +234,7 @@ class _ShardRound(_Round):
 
     def _transform(self) -> None:
         views = self._in.views
-        for some in _alike(self.mine):
+        for some in alike(self.mine):
             cut = some[0].cut
             assert cut is not None
             x = torch.stack([torch.cat([views[job.at, rank] for rank in range(self.world)], cut.dim) for job in some])
@@ -248,7 +248,7 @@ class _ShardRound(_Round):
         """Update the parameters from the pieces that came back."""
         self._wait()
         self._check(self._out, range(self.world))
-        for some in _alike(self.jobs):
+        for some in alike(self.jobs):
             self.steps.after(some, [self._out.views[job.at, self.me] for job in some])
 
 
@@ -265,7 +265,7 @@ class _CopyRound(_Round):
         return _Packed([[(job, 0) for job in jobs]], self.steps)
 
     def _before(self) -> None:
-        for some in _alike(self.mine):
+        for some in alike(self.mine):
             self._begin(some, [self._x.views[job.at, 0] for job in some])
 
     def work(self) -> None:
@@ -278,7 +278,7 @@ class _CopyRound(_Round):
                 self._sent.append(dist.broadcast(part.view(torch.uint8), source, group=self.group, async_op=True))
 
     def _transform(self) -> None:
-        for some in _alike(self.mine):
+        for some in alike(self.mine):
             result = self.steps.transform(some, torch.stack([self._x.views[job.at, 0] for job in some]))
             for job, whole in zip(some, result.unbind(), strict=True):
                 self._wire.views[job.at, 0].copy_(whole)
@@ -288,13 +288,13 @@ class _CopyRound(_Round):
         self._wait()
         self._check(self._wire, [rank for rank, some in enumerate(self.by_owner) if some])
         self._follow()
-        for some in _alike(self.jobs):
+        for some in alike(self.jobs):
             self.steps.after(some, [self._wire.views[job.at, 0] for job in some])
 
     def _follow(self) -> None:
         """Update the state of matrices that others have transformed. Their ``x`` is not needed."""
         mine = {job.at for job in self.mine}
-        for some in _alike([job for job in self.jobs if job.at not in mine]):
+        for some in alike([job for job in self.jobs if job.at not in mine]):
             ignored = self._buffer(some)
             self.steps.before(some, [ignored.views[job.at, 0] for job in some])
 
@@ -339,7 +339,7 @@ def _all_to_all(to: _Packed, of: _Packed, group: Any) -> Any:
     )  # fmt: skip
 
 
-def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
+def alike(jobs: Sequence[Job]) -> list[list[Job]]:
     """Jobs of one kind, shape and cut, together."""
     found: dict[Any, list[Job]] = {}
     for job in jobs:

@@ -54,7 +54,7 @@ def _check_whole(rule: Rule, p: Any) -> None:
         return
     assert rule.matrix is not None
     cut = cut_of(p)
-    if cut is not None and not rule.matrix.cut:
+    if cut is not None and not rule.matrix.cut and not rule.matrix.pieces:
         raise RuntimeError(
             f"{rule.name} needs whole parameters, but one of shape {tuple(p.shape)} has the placements "
             f"{tuple(p.placements)}, so that this rank has a part of it; leave this parameter unsharded, or use an "
@@ -93,6 +93,11 @@ def check_alike(key: str, value: Tensor, p: Tensor) -> None:
             f"the loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
             f"{tuple(p.shape)}; was it saved from another model?"
         )
+    check_kind(key, value, p)
+
+
+def check_kind(key: str, value: Tensor, p: Tensor) -> None:
+    """Raise unless a saved value is a DTensor exactly if ``p`` is one."""
     if is_dtensor(p) != is_dtensor(value):
         raise ValueError(
             f"the loaded state dict has {key!r} as a {type(value).__name__} for a parameter that is a "

@@ -6,6 +6,7 @@ transform works on it, and the elementwise part after them updates the parameter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_
+from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
-from offbeat.engine.agree import check_agreement, check_same_gradients
+from offbeat.engine.agree import check_same_gradients
 from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
+from offbeat.engine.chunks import Chunk, Kernels
 from offbeat.engine.elementwise import stages
-from offbeat.engine.exchange import Cut, Job, Steps, cut_of, run_copies, run_shards
+from offbeat.engine.exchange import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
 from offbeat.engine.extras import Extras
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options, Sharing
+from offbeat.engine.pieces import Task, run_pieces, run_whole
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
@@ -47,6 +51,11 @@ class MatrixBatch(TensorBatch):
         self._like = [i for i, key in enumerate(self._keys) if key not in shaped]
         self._odd = [i for i, key in enumerate(self._keys) if key in shaped]
         self._launches: dict[Any, Any] = {}
+        self._chunks: list[Chunk] = []
+        self._chunks_for: tuple[Any, ...] = ()
+        self._alone: list[int] | None = None  # parameters of this step that are run alone; None for all
+        self._jobs: dict[Any, list[Job]] = {}  # and those that are shared
+        self._places_known = False  # whether the book has been read for this step
         super().__init__(options, members)
         self.keeps = not symbolic and all(map(self._can_stay, members))
 
@@ -75,50 +84,102 @@ class MatrixBatch(TensorBatch):
         options.sample_coefficients()
         return True
 
-    @torch.no_grad()
+    def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
+        """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
+        self._places_known = super().read(params, grads)
+        return self._places_known
+
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+        with torch.no_grad():
+            self._update(options, active)
+
+    def _update(self, options: Options, active: list[int]) -> None:
         if self._symbolic:
             for i, member in enumerate(self._members):
-                self._run_chunk(options, [i], self._symbolic_numbers(options, member))
+                chunk = self._chunk(options, [i])
+                chunk.set_numbers(options, options.h, self._symbolic_numbers(options, member))
+                self._run_chunk(options, chunk)
         else:
-            for chunk in self._chunks(options, self._run_with_others(options, active)):
-                self._run_chunk(options, chunk, self.sets.of(chunk[0]))
+            by_address = False
+            for chunk in self._cut_up(options, self._run_with_others(options, active)):
+                by_address |= self._run_chunk(options, chunk)
+            if by_address:
+                self.book.bump(active)  # kernels write without autograd's knowledge
             self.sets.store(options.scalar_keys, self.scalars, active)
         self._tell_autograd(active)
+
+    def shared(self, options: Options) -> dict[Any, list[Job]]:
+        """By process group, the parameters that several ranks share; the others are run alone."""
+        matrix = options.rule.matrix
+        found: dict[Any, list[Job]] = {}
+        self._alone, self._jobs = None, found
+        if self._symbolic or not self._count or not (self.distributed or options.sharing is not None):
+            return found
+        assert matrix is not None
+        self._alone = []
+        for i in self._active():
+            cut = _cut(matrix, self.params[i]) if self.distributed else None
+            if cut is not None:
+                job = Job(i, cut.shape, self.sets.number(i), cut)
+                found.setdefault(cut.group, []).append(job)
+            elif not self.distributed and options.sharing is not None:
+                job = Job(i, tuple(self.shards[i].shape), self.sets.number(i))
+                found.setdefault(options.sharing.group, []).append(job)
+            else:
+                self._alone.append(i)
+        return found
 
     def _run_with_others(self, options: Options, active: list[int]) -> list[int]:
         """Run those that several ranks share, and return the others."""
         matrix = options.rule.matrix
         assert matrix is not None
-        alone, jobs = [], []
-        for i in active:
-            cut = _cut(matrix, self.params[i]) if self.distributed else None
-            if cut is None and (self.distributed or options.sharing is None):
-                alone.append(i)
+        for group, jobs in self._jobs.items():
+            if not self.distributed:
+                self._run_copies(jobs, self._steps(options), options.sharing)
+            elif matrix.pieces:
+                run_pieces(self._tasks(options, jobs), group)
             else:
-                shape = tuple(self.shards[i].shape) if cut is None else cut.shape
-                jobs.append(Job(i, shape, self.sets.number(i), cut))
-        if not jobs:
-            return alone
-        steps = self._steps(options)
-        if not self.distributed:
-            assert options.sharing is not None
-            self._run_copies(jobs, steps, options.sharing)
-            return alone
-        by_group: dict[Any, list[Job]] = {}
-        for job in jobs:
-            assert job.cut is not None
-            by_group.setdefault(job.cut.group, []).append(job)
-        for group, mine in by_group.items():
-            check_agreement(mine, group, steps.device)
-        for mine in by_group.values():
-            run_shards(mine, steps)
-        return alone
+                run_shards(jobs, self._steps(options))
+        return active if self._alone is None else self._alone
 
-    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing) -> None:
-        check_agreement(jobs, sharing.group, steps.device)
+    def check_copies(self, options: Options) -> None:
+        """Raise, on every rank alike, unless the ranks that share matrices have the same gradients for them."""
+        sharing = options.sharing
+        if sharing is not None and sharing.owners is None and not self.distributed and not self._symbolic:
+            gradients = [g for g in self._gradients if g is not None]
+            if gradients:
+                check_same_gradients(gradients, sharing.group)
+
+    def _tasks(self, options: Options, jobs: list[Job]) -> list[list[Task]]:
+        """Rounds of parameters of which this rank transforms its piece; the same on every rank."""
+        matrix = options.rule.matrix
+        assert matrix is not None
+        limit, width = CHUNK_BYTES.get(self.shards[0].device.type, OTHERS), compute_dtype(self.dtypes[:2]).itemsize
+        rounds: list[list[Task]] = [[]]
+        room = exchange.ROUND_BYTES
+        for some in alike(jobs):
+            cut = some[0].cut
+            assert cut is not None
+            needed = max(1, torch.Size(cut.shape_on(0)).numel() * width * matrix.copies)  # rank 0 has the largest piece
+            size = max(1, limit // needed)
+            for k in range(0, len(some), size):
+                piece = some[k : k + size]
+                if rounds[-1] and needed * len(piece) > room:
+                    rounds.append([])
+                    room = exchange.ROUND_BYTES
+                room -= needed * len(piece)
+                rounds[-1].append(self._task(options, [job.at for job in piece], cut))
+        return rounds
+
+    def _task(self, options: Options, at: list[int], cut: Cut) -> Task:
+        chunk = self._chunk(options, at, cut.shape)
+        chunk.set_numbers(options, options.on_host(), self.sets.of(at[0]))
+        begin = functools.partial(self._transform, options, chunk, None)
+        return Task(begin, functools.partial(self._finish, options, chunk), cut.dim - len(cut.shape))
+
+    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing | None) -> None:
+        assert sharing is not None
         if sharing.owners is None:
-            check_same_gradients([g for job in jobs if (g := self._gradients[job.at]) is not None], sharing.group)
             run_copies(jobs, steps, sharing.group)
         else:
             owners = [sharing.owners.of(self.params[job.at]) for job in jobs]
@@ -142,7 +203,7 @@ class MatrixBatch(TensorBatch):
             return [self.columns[self._keys.index(key)][job.at] for key in keys for job in jobs]
 
         def transform(jobs: list[Job], x: Tensor) -> Tensor:
-            result: Tensor = matrix.transform(x, self._about(options, scalars(jobs), []))[0]
+            result: Tensor = matrix.transform(x, self._about(options, scalars(jobs), jobs[0].shape))[0]
             return result
 
         def after(jobs: list[Job], parts: list[Tensor]) -> None:
@@ -153,8 +214,26 @@ class MatrixBatch(TensorBatch):
         wire = dtype if exact or dtype.itemsize < 2 else min(dtype, torch.bfloat16, key=lambda d: d.itemsize)
         return Steps(before, state, transform, after, dtype, wire, self.shards[0].device)
 
-    def _chunks(self, options: Options, active: Sequence[int]) -> list[list[int]]:
-        """Positions of parameters of equal shape, layout and coefficients, few enough for the bound of memory."""
+    def _cut_up(self, options: Options, active: list[int]) -> list[Chunk]:
+        """Parameters of equal shape, layout and coefficients, few enough for the bound of memory, with their numbers.
+
+        The chunks of the last step are taken again if they are the same. Shapes and layouts have not changed: the batch
+        would not have fit.
+        """
+        matrix = options.rule.matrix
+        assert matrix is not None
+        limit = CHUNK_BYTES.get(self.shards[0].device.type, OTHERS)
+        kind = active, self.sets.chosen, limit, matrix.dtype(options.h)
+        if self._chunks_for != kind:
+            self._chunks = [self._chunk(options, at) for at in self._positions(options, active, limit)]
+            self._chunks_for = kind
+        for chunk in self._chunks:
+            numbers = self.sets.of(chunk.at[0])
+            if not chunk.is_for(options, numbers):
+                chunk.set_numbers(options, options.on_host(), numbers)
+        return self._chunks
+
+    def _positions(self, options: Options, active: Sequence[int], limit: int) -> list[list[int]]:
         assert options.rule.matrix is not None
         alike: dict[Any, list[int]] = {}
         for i in active:
@@ -165,7 +244,6 @@ class MatrixBatch(TensorBatch):
         for some in alike.values():
             p = self.shards[some[0]]
             width = _dtype_of_x(options.rule.matrix, options, [p]).itemsize
-            limit = CHUNK_BYTES.get(p.device.type, OTHERS)
             size = max(1, limit // max(1, p.numel() * width * options.rule.matrix.copies))
             # Chunks of equal size, so that one finds the launches and the memory of the one before it.
             count = -(-len(some) // size)
@@ -173,34 +251,64 @@ class MatrixBatch(TensorBatch):
             found += [some[k : k + size] for k in range(0, len(some), size)]
         return found
 
-    def _run_chunk(self, options: Options, chunk: list[int], numbers: Mapping[str, Any]) -> None:
+    def _chunk(self, options: Options, at: list[int], shape: tuple[int, ...] | None = None) -> Chunk:
         matrix = options.rule.matrix
         assert matrix is not None
-        params = [self.shards[i] for i in chunk]
-        h = options.h if self._symbolic else options.on_host()
-        scalars = {**numbers, **matrix.scales(h, tuple(params[0].shape))}
-        if matrix.before is not None:
-            x = _stack_like(params[0], len(chunk), _dtype_of_x(matrix, options, self._inputs(chunk[0])))
-            self._before(options, chunk, scalars, list(x.unbind()))
+        if matrix.before is None:
+            dtype = compute_dtype(self.dtypes[:2])
         else:
-            gradients: list[Any] = [self._gradients[i] for i in chunk]
-            x = gradients[0].unsqueeze(0) if len(chunk) == 1 else torch.stack(gradients)
-            x = x.to(compute_dtype([params[0].dtype, gradients[0].dtype]))
-        odd = {self._keys[i]: [self.columns[i][k] for k in chunk] for i in self._odd}
-        stacks = {key: torch.stack(tensors).to(x.dtype) for key, tensors in odd.items()}
-        result, *new = matrix.transform(x, self._about(options, scalars, params), **stacks)
-        del x
-        for tensors, stack in zip(odd.values(), new, strict=True):
-            foreach_copy_(tensors, list(stack.unbind()))
-        self._after(options, chunk, scalars, list(result.unbind()))
+            read = [self.dtypes[1], *(self.dtypes[2 + i] for i in self._like)]
+            dtype = matrix.dtype(options.h) or compute_dtype(read)
+        return Chunk(at, [self.shards[i] for i in at], dtype, shape)
 
-    def _about(self, options: Options, scalars: Mapping[str, Any], params: list[Tensor]) -> Values:
+    def _run_chunk(self, options: Options, chunk: Chunk) -> bool:
+        """Update the parameters of a chunk; returns whether kernels have written to rows of the book."""
+        matrix = options.rule.matrix
+        assert matrix is not None
+        kernels = self._kernels(options, chunk) if self._places_known and matrix.before is not None else None
+        result = self._transform(options, chunk, kernels)
+        self._finish(options, chunk, run_whole(result) if matrix.pieces else result, kernels)
+        return kernels is not None
+
+    def _transform(self, options: Options, chunk: Chunk, kernels: Kernels | None) -> Any:
+        """What the transform of the rule returns: its result, or a generator if it works on pieces."""
+        matrix, at = options.rule.matrix, chunk.at
+        assert matrix is not None
+        if matrix.before is not None:
+            x = chunk.new_stack()
+            if kernels is not None:
+                kernels.before(x)
+            else:
+                self._before(options, at, chunk.scalars, list(x.unbind()))
+        else:
+            gradients: list[Any] = [self._gradients[i] for i in at]
+            x = gradients[0].unsqueeze(0) if len(at) == 1 else torch.stack(gradients)
+            x = x.to(chunk.dtype)
+        odd = {self._keys[i]: torch.stack([self.columns[i][k] for k in at]).to(x.dtype) for i in self._odd}
+        return matrix.transform(x, chunk.about, **odd)
+
+    def _finish(
+        self, options: Options, chunk: Chunk, results: tuple[Tensor, ...], kernels: Kernels | None = None
+    ) -> None:
+        """Store what the transform has computed, and update the parameters."""
+        result, *new = results
+        for i, stack in zip(self._odd, new, strict=True):
+            foreach_copy_([self.columns[i][k] for k in chunk.at], list(stack.unbind()))
+        if kernels is not None and chunk.is_like(result):
+            kernels.after(result)
+        else:
+            self._after(options, chunk.at, chunk.scalars, list(result.unbind()))
+
+    def _kernels(self, options: Options, chunk: Chunk) -> Kernels | None:
+        if chunk.kernels is None:
+            keys = tuple(self._keys[i] for i in self._like)
+            like = tuple(self.dtypes[2 + i] for i in self._like)
+            chunk.find_kernels(options, self.book.tables, keys, (*self.dtypes[:2], *like), self._launches)
+        return chunk.kernels
+
+    def _about(self, options: Options, scalars: Mapping[str, Any], shape: tuple[int, ...]) -> Values:
         c = Values(**scalars, **options.structure)
-        return Values(h=options.h, c=c, params=params, dtype=self.shards[0].dtype)
-
-    def _inputs(self, i: int) -> list[Any]:
-        """The gradient and the state that the part before the matrices reads."""
-        return [self._gradients[i], *(self.columns[k][i] for k in self._like)]
+        return Values(h=options.h, c=c, params=[], dtype=self.shards[0].dtype, shape=shape)
 
     def _before(self, options: Options, chunk: list[int], scalars: Mapping[str, Any], parts: list[Tensor]) -> None:
         """Write ``x`` of these parameters into ``parts``."""
@@ -246,10 +354,3 @@ def _cut(matrix: Matrix, p: Any) -> Cut | None:
     """How this parameter's matrices are cut; None if this rank has whole ones."""
     cut = cut_of(p)
     return None if cut is None or (matrix.cut and cut.dim < p.dim() - 2) else cut
-
-
-def _stack_like(p: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """A stack of ``n`` tensors laid out like ``p``, without values."""
-    if not is_dense(p) or p.is_contiguous():
-        return torch.empty((n, *p.shape), dtype=dtype, device=p.device)
-    return torch.empty_strided((n, *p.shape), (p.numel(), *p.stride()), dtype=dtype, device=p.device)

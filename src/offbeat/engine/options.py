@@ -53,7 +53,20 @@ class Options:
 
     def __init__(self, rule: Rule, options: dict[str, Any], sharing: Sharing | None = None) -> None:
         self.rule, self.sharing = rule, sharing
-        self.h = h = hyperparameters({**FLAGS, **options})
+        self.h = hyperparameters({**FLAGS, **options})
+        self.has_tensors = has_tensors(self.h)
+        self._work_out()
+
+    def with_floats(self, changed: dict[str, float]) -> Options:
+        """The same options but for some numbers, which were floats before too; as a scheduler changes them."""
+        made = object.__new__(Options)
+        made.rule, made.sharing, made.has_tensors = self.rule, self.sharing, self.has_tensors
+        made.h = Values(**(vars(self.h) | changed))
+        made._work_out()
+        return made
+
+    def _work_out(self) -> None:
+        rule, h = self.rule, self.h
         self.slots = kept_slots(rule, h)
         self.tensor_keys = tuple(slot.key for slot in self.slots if not slot.scalar and slot.form != "scales")
         self.scalar_keys = tuple(slot.key for slot in self.slots if slot.scalar)
@@ -61,7 +74,6 @@ class Options:
         self.names = ("p", "g", *(slot.key for slot in rule.slots(h) if not slot.scalar))
         self.form = formats(h, self.slots)
         self.structure = rule.structure(h)
-        self.has_tensors = has_tensors(h)
         self.symbolic = bool(h.capturable or h.differentiable)
         self.marks = rule.first_step_differs(h) and "step" not in self.scalar_keys
         self.reasons: dict[Any, str | None] = {}
@@ -77,6 +89,12 @@ class Options:
         h = self.h if h is None else h
         stored = {slot.key: 0.5 for slot in self.rule.slots(h) if slot.scalar and slot.key != "step"}
         return self.rule.coefficients(h, Values(step=1, **stored))
+
+    @functools.cached_property
+    def words(self) -> dict[str, str]:
+        """The hyperparameters in words that are the same on every rank for the same values."""
+        h = self.on_host()
+        return {name: _in_words(getattr(h, name)) for name in option_names(self.rule)}
 
     @functools.cached_property
     def program(self) -> Program:
@@ -96,6 +114,17 @@ class Options:
     def typed(self, dtypes: tuple[torch.dtype, ...], *, on_device: bool = False) -> TypedProgram:
         """The program for tensors of these dtypes."""
         return TypedProgram(self.device_program if on_device else self.program, dtypes, self.form)
+
+
+def option_names(rule: Rule) -> list[str]:
+    """The options that decide what an update is."""
+    return [*(hyper.name for hyper in rule.hyper), "maximize"]
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_in_words, value))})"
+    return repr(float(value)) if isinstance(value, (int, float)) and not isinstance(value, bool) else repr(value)
 
 
 def hyperparameters(group: dict[str, Any]) -> Values:
@@ -147,8 +176,13 @@ class OptionsCache:
     """The options of groups. They are compared with the live groups every time, so they are never stale."""
 
     def __init__(self, rule: Rule, sharing: Sharing | None) -> None:
-        self._rule, self._sharing = rule, sharing
+        self.rule, self._sharing = rule, sharing
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
+
+    @property
+    def has_owners(self) -> bool:
+        """Whether only owners have gradients and state of matrices."""
+        return self._sharing is not None and self._sharing.owners is not None
 
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""
@@ -158,15 +192,26 @@ class OptionsCache:
             same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return found
+            if same_names and (changed := _changed_floats(before, group)):
+                before.update(changed)
+                found = found.with_floats(changed)
+                self._known[id(group)] = (before, found)
+                return found
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        check_precision(self._rule, options)
-        found = Options(self._rule, options, self._sharing)
+        check_precision(self.rule, options)
+        found = Options(self.rule, options, self._sharing)
         self._known.pop(id(group), None)
         if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
             self._known[id(group)] = (options, found)
         return found
+
+
+def _changed_floats(before: dict[str, Any], group: dict[str, Any]) -> dict[str, float] | None:
+    """The options that have changed, if all of them were and are floats."""
+    changed = {name: group[name] for name, value in before.items() if group[name] is not value}
+    return changed if all(type(v) is float and type(before[k]) is float for k, v in changed.items()) else None
 
 
 def _is_constant(value: Any) -> bool:

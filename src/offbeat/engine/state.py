@@ -6,6 +6,7 @@ nested dictionary; every change of an entry is counted, so a stale table is neve
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from offbeat.engine.codec import scales_for
 from offbeat.engine.options import has_tensors
 from offbeat.engine.scalars import new_scalars, scalar_dtype
-from offbeat.engine.tensors import local
+from offbeat.engine.tensors import distributed_part, is_dtensor, local
 from offbeat.rules.rule import Slot, Values
 
 
@@ -147,7 +148,10 @@ def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
         return torch.zeros(scales_for(shard.numel()), dtype=slot.dtype, device=shard.device)
     value = slot.initial(h) if slot.dtype is None else 0.0
     if slot.shape is not None:
-        return p.detach().new_full(slot.shape_for(p.shape) or (), float(value))
+        shape = slot.shape_for(p.shape) or ()
+        if is_dtensor(p):
+            return distributed_part(p, shape, functools.partial(slot.follows, tuple(p.shape)), float(value))
+        return p.detach().new_full(shape, float(value))
     one = complex(1, 1) if p.is_complex() else 1.0
     if h.differentiable and isinstance(value, Tensor):
         return torch.full_like(p, one, memory_format=torch.preserve_format) * value

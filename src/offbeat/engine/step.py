@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_traced
+from offbeat.engine.agree import check_shared_work
 from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
 from offbeat.engine.matrix import WHOLE
-from offbeat.engine.options import Options, OptionsCache, Sharing
+from offbeat.engine.options import Options, OptionsCache, Sharing, option_names
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
@@ -52,10 +53,11 @@ class Engine:
         """
         if extras is NOTHING and not is_traced():
             known = [self._find(item, state) for item in work]
-            if all(job is not None for job in known):
-                for job in known:
-                    assert job is not None
-                    job[0].run(job[1], extras)
+            ready = [job for job in known if job is not None]
+            if len(ready) == len(known):
+                self._agree(ready)
+                for part, options in ready:
+                    part.run(options, extras)
                 return
         with torch.set_grad_enabled(differentiable):
             if self._run(work, state, extras):
@@ -76,6 +78,40 @@ class Engine:
             else:
                 check_gradients(self._options.of(item.group), item.params, item.gradients)
 
+    def _agree(self, jobs: Sequence[tuple[Part, Options]]) -> None:
+        """Raise, on every rank alike, unless the ranks that share work are about to do the same."""
+        if self._options.rule.matrix is None:
+            return
+        found: dict[Any, list[tuple[Options, Any]]] = {}
+        batches = [(batch, options) for part, options in jobs for batch, _ in part.batches]
+        for batch, options in batches:
+            for group, mine in batch.shared(options).items():
+                found.setdefault(group, []).append((options, mine))
+        if not found:
+            return
+        try:
+            if not self._options.has_owners:  # whose optimizer has made sure that all ranks take the same step
+                for group, work in found.items():
+                    check_shared_work(work, group, batches[0][0].shards[0].device)
+            for batch, options in batches:
+                batch.check_copies(options)
+        except BaseException:
+            for part, _ in jobs:
+                part.release()
+            raise
+
+    def describe(self, work: Sequence[Work]) -> dict[str, str]:
+        """Which parameters have gradients, and the options of their groups, in words that ranks can compare."""
+        given = [[(i, tuple(p.shape)) for i, (p, g) in enumerate(zip(item.params, item.gradients, strict=True))
+                  if g is not None] for item in work]  # fmt: skip
+        words = [self._options.of(item.group).words for item in work]
+        return {"gradients": repr(given)} | {name: ", ".join(one[name] for one in words) for name in self.names[1:]}
+
+    @property
+    def names(self) -> list[str]:
+        """The names in what :meth:`describe` returns."""
+        return ["gradients", *option_names(self._options.rule)]
+
     def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
         """As :meth:`run`; returns whether there are new batches."""
         work = [item for item in work if item.has_gradients]
@@ -87,6 +123,7 @@ class Engine:
             at_hand = fitting(extras, work) if extras else NOTHING
             takes = not again and at_hand is not None and all(part.takes(at_hand) for part, _ in jobs)
             if not extras or takes:
+                self._agree(jobs)
                 for part, _ in jobs:
                     part.commit()
                 for part, _ in jobs:

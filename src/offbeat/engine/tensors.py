@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,32 @@ def distributed_like(like: Any, shard: Tensor) -> Tensor:
         shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
     return made
+
+
+def distributed_part(like: Any, shape: Sequence[int], follows: Callable[[int], bool], value: float) -> Tensor:
+    """A DTensor for state of another shape than its parameter: ``value`` everywhere.
+
+    Args:
+        like: the parameter, a DTensor.
+        shape: the shape of the state.
+        follows: whether a dimension of the state is cut as that dimension of the parameter is.
+    """
+    shard, sizes = local(like).detach(), list(shape)
+    placements = part_placements(like, follows)
+    for placement in placements:
+        if placement.is_shard():
+            sizes[placement.dim] = shard.shape[placement.dim]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    made: Tensor = type(like).from_local(
+        shard.new_full(sizes, value), like.device_mesh, placements, shape=torch.Size(shape), stride=stride
+    )
+    return made
+
+
+def part_placements(like: Any, follows: Callable[[int], bool]) -> list[Any]:
+    """How state of another shape than its parameter is placed: cut where it follows the parameter, else whole."""
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    return [replicate if one.is_shard() and not follows(one.dim) else one for one in like.placements]
 
 
 def has_storage(t: Tensor) -> bool:

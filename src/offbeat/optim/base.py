@@ -168,7 +168,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._run(self._work(), self._extras(clip, zero_grad))
+        self._run(self._work, self._extras(clip, zero_grad))
         if zero_grad and self.owners is not None:
             for p in (p for group in self.param_groups for p in group["params"]):
                 p.grad = gradient_of(p)  # zeros on every rank now
@@ -206,11 +206,21 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         params, grads = list(params), list(grads)
         if len(params) != len(grads):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
-        self._run(self._by_group(params, grads), self._extras(clip, False))
+        self._run(lambda: self._by_group(params, grads), self._extras(clip, False))
 
-    def check_gradients(self) -> None:
-        """Raise if the next ``step()`` would raise because of a gradient. Changes nothing."""
-        self._engine.check(self._work(), self._own_state())
+    def check_gradients(self, *, error: Exception | None = None) -> None:
+        """Raise if the next ``step()`` would raise because of a gradient. Changes nothing.
+
+        Args:
+            error: why this rank cannot step, if other checks have found that. With :func:`offbeat.reduce_to_owners`,
+                when every rank must call this together, the other ranks then raise too.
+        """
+        if self.owners is not None:
+            self._agree(self._work, error)
+        elif error is not None:
+            raise error
+        else:
+            self._engine.check(self._work(), self._own_state())
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
@@ -242,9 +252,10 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             f"a parameter of shape {tuple(p.shape)} is in no group of this optimizer; add it with add_param_group"
         )
 
-    def _run(self, work: Sequence[Work], extras: Extras) -> None:
-        watched = bool(self.defaults.get("differentiable"))
-        self._engine.run(work, self._own_state(), extras, self.param_groups, differentiable=watched)
+    def _run(self, work: Callable[[], list[Work]], extras: Extras) -> None:
+        watched, state = bool(self.defaults.get("differentiable")), self._own_state()
+        found = work() if self.owners is None else self._agree(work)
+        self._engine.run(found, state, extras, self.param_groups, differentiable=watched)
 
     def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
         """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.engine.gradients import check_alike, check_shape
+from offbeat.engine.gradients import check_alike, check_kind, check_shape
 from offbeat.engine.member import kept_keys
 from offbeat.engine.precision import converted, in_numbers
 from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.state import State
-from offbeat.engine.tensors import has_values, is_dtensor, local
+from offbeat.engine.tensors import has_values, is_dtensor, local, part_placements
 from offbeat.rules.rule import PRECISION, Slot, Values
 
 __all__ = ["check_not_wrappers", "loaded", "packed"]
@@ -97,6 +98,7 @@ def loaded(
         scalars = {slot.key for slot in kept if slot.scalar}
         tensors = {slot.key for slot in kept if not slot.scalar and slot.form != "scales"}
         like = {slot.key for slot in kept if slot.key in tensors and slot.shape is None}
+        shaped = {slot.key: slot for slot in kept if slot.shape is not None}
         was, now = theirs.get("state_dtype"), fresh_group.get("state_dtype")
         for p in mine["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
@@ -107,10 +109,10 @@ def loaded(
                 there = tensors if all(slot.shape is None for slot in kept) else set(kept_keys(kept, p))
                 _check_kind(entry, scalars, there - {"compensation"})
             if entry is not None:
-                for slot in kept:
-                    if slot.shape is not None and isinstance(entry.get(slot.key), Tensor):
-                        check_shape(slot.key, entry[slot.key], slot.shape_for(p.shape), p)
-                state[p] = {k: _fit(p, k, v, k in like, k in scalars) for k, v in entry.items()}
+                state[p] = {
+                    k: _fit_shaped(p, shaped[k], v) if k in shaped else _fit(p, k, v, k in like, k in scalars)
+                    for k, v in entry.items()
+                }
         _side_by_side(state, mine["params"], scalars, fresh_group)
     known = set(source.of.values())
     for key, value in state_dict["state"].items():
@@ -158,6 +160,18 @@ def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: 
         copy = torch.empty_like(p, dtype=value.dtype, memory_format=torch.preserve_format, requires_grad=False)
         return copy.copy_(value)  # keeps the history of state that has one
     return deepcopy(value)
+
+
+def _fit_shaped(p: Tensor, slot: Slot, value: Any) -> Any:
+    """The same for state of another shape than the parameter, which is cut as far as it follows the parameter."""
+    if not isinstance(value, Tensor):
+        return deepcopy(value)
+    check_shape(slot.key, value, slot.shape_for(p.shape), p)
+    check_kind(slot.key, value, p)
+    if not is_dtensor(p):
+        return value.to(p.device, copy=True)
+    placements = part_placements(p, functools.partial(slot.follows, tuple(p.shape)))
+    return value.detach().clone().redistribute(p.device_mesh, placements)  # type: ignore[attr-defined]
 
 
 def _side_by_side(state: State, params: list[Tensor], scalars: set[str], group: dict[str, Any]) -> None:

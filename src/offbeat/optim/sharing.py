@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat._types import Group
-from offbeat.engine.agree import check_same_parameters, send_from_owners
+from offbeat.engine.agree import check_same_parameters, check_same_step, send_from_owners
+from offbeat.engine.extras import Work
 from offbeat.engine.options import Sharing
 from offbeat.engine.owners import Owners
 from offbeat.engine.step import Engine
@@ -105,6 +107,28 @@ class SharesMatrices:
         with torch.no_grad():
             send_from_owners([value for value, _ in found], [owner for _, owner in found], self.sharing_group)
         self.owners.stale = False
+
+    def _agree(self, work: Callable[[], list[Work]], error: Exception | None = None) -> list[Work]:
+        """The work of a step in which only owners have gradients, once all ranks are about to take the same step.
+
+        Args:
+            error: why this rank cannot take the step, if that is known.
+
+        Raises:
+            Exception: a rank cannot take the step, or the ranks would take different ones. All ranks raise.
+        """
+        found: list[Work] = []
+        about: dict[str, str] = {}
+        if error is None:
+            try:
+                found = work()
+                self._engine.check(found, self.state)
+                about = self._engine.describe(found)
+            except Exception as mine:
+                error = mine
+        device = self.param_groups[0]["params"][0].device
+        check_same_step(self._engine.names, about, self.sharing_group, device, error)
+        return found
 
     def _share(self, process_group: Any, exact: bool, *, owned: bool) -> None:
         shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]

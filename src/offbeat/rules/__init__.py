@@ -1,5 +1,5 @@
 """WHAT is an update? One file a rule: hyperparameters, state, and its maths, written once."""
 
-from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface
+from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface, Total
 
-__all__ = ["Hyper", "Matrix", "Rule", "Slot", "Surface"]
+__all__ = ["Hyper", "Matrix", "Rule", "Slot", "Surface", "Total"]

@@ -19,6 +19,7 @@ Reference: Shazeer and Stern, arXiv 1804.04235.
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch import Tensor
 from offbeat._torch import foreach_norm
 from offbeat.rules.checks import at_least, pair, require_number
 from offbeat.rules.ops import minimum
-from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface, Values
+from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface, Total, Values
 
 
 def check_eps(value: Any) -> None:
@@ -69,27 +70,34 @@ def factored(
     row_var: Tensor | None = None,
     col_var: Tensor | None = None,
     variance: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    take, n, numel = about.c.take, len(x), max(1, x[0].numel())
+) -> Generator[list[Total], list[Tensor], tuple[Tensor, ...]]:
+    take, n, shape = about.c.take, len(x), about.shape
     eps1, eps2 = about.h.eps
     eps1 = torch.finfo(about.dtype).eps if eps1 is None else eps1
     state: tuple[Tensor, ...]
     squares = x * x
     if row_var is not None and col_var is not None:
-        row_var = torch.lerp(row_var, squares.mean(-1, keepdim=True), take)
-        col_var = torch.lerp(col_var, squares.mean(-2, keepdim=True), take)
+        (rows,) = yield [Total(squares.sum(-1, keepdim=True), -1)]
+        row_var = torch.lerp(row_var, rows.div_(shape[-1]), take)
+        columns, rows = yield [
+            Total(squares.sum(-2, keepdim=True), -2),
+            Total(row_var.sum(-2, keepdim=True), -2),
+        ]
+        col_var = torch.lerp(col_var, columns.div_(shape[-2]), take)
         # The root of a product is the product of the roots, of far fewer numbers.
-        rows = (row_var / row_var.mean(-2, keepdim=True).clamp_(min=eps1)).rsqrt_()
+        rows = (row_var / rows.div_(shape[-2]).clamp_(min=eps1)).rsqrt_()
         inverse, state = torch.mul(rows, col_var.rsqrt(), out=squares), (row_var, col_var)
     else:
         assert variance is not None
         variance = torch.lerp(variance, squares, take)
         inverse, state = variance.rsqrt(), (variance,)
     update = inverse.clamp_(max=1 / eps1 if eps1 else math.inf).mul_(x)
-    root = math.sqrt(numel)
-    rms = torch.linalg.vector_norm(update.reshape(n, -1), dim=1) / root
-    size = torch.stack(foreach_norm(about.params, 2, x.dtype)).to(x.dtype) / root
-    alpha = size.clamp(min=eps2) * about.c.rho / (rms / about.h.d).clamp(min=1.0)
+    rms, size = yield [
+        Total(torch.linalg.vector_norm(update.reshape(n, x[0].numel()), dim=1), None, norm=True),
+        Total(torch.stack(foreach_norm(about.params, 2, x.dtype)).to(x.dtype), None, norm=True),
+    ]
+    root = math.sqrt(max(1, math.prod(shape)))
+    alpha = (size / root).clamp(min=eps2) * about.c.rho / (rms / root / about.h.d).clamp(min=1.0)
     return update.mul_(alpha.view(n, *[1] * (x.dim() - 1))), *state
 
 
@@ -117,6 +125,6 @@ ADAFACTOR = Rule(
     structure=lambda h: {"maximize": bool(h.maximize)},
     coefficients=coefficients,
     update=adafactor,
-    matrix=Matrix(transform=factored, copies=3),
+    matrix=Matrix(transform=factored, pieces=True, copies=3),
     surface=Surface(flags=("foreach", "maximize"), precision=False),
 )

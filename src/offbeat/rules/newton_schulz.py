@@ -11,6 +11,8 @@ large matrices on the CPU only blocks on and above the diagonal are computed; th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,21 @@ __all__ = ["newton_schulz"]
 #: From this size on, symmetric products are computed by halves on the CPU, in so many rows of blocks.
 SYMMETRIC_FROM, BLOCKS = 512, 4
 
+#: With so many multiplications a product, those of 16-bit numbers are computed in float32 on the CPU, and rounded.
+#: torch's own are faster for a matrix below, where it does not call oneDNN, and above, where arithmetic takes longest.
+IN_FLOAT32 = range(1 << 11, 1 << 19)
+
+#: With fewer multiplications torch adds up a product of stacks in another order than one of single matrices.
+ONE_FROM = 400
+
+_HALF = (torch.bfloat16, torch.float16)
+
 
 def newton_schulz(x: Tensor, factors: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     r"""Moves the singular values of each matrix towards 1: an approximation of :math:`U V^\top` for :math:`U S V^\top`.
+
+    In float32 and float64 the result for a matrix does not depend on how many are in the stack, as far as torch's
+    products do not. In 16 bits it may differ in how products are rounded.
 
     Args:
         x: a stack of matrices; it is overwritten.
@@ -29,34 +43,60 @@ def newton_schulz(x: Tensor, factors: tuple[float, float, float], steps: int, ep
         steps: the number of iterations.
         eps: matrices whose norm is smaller are divided by this instead.
     """
-    a, b, c = factors
     if x.numel() == 0:
         return x
-    # In two steps, as a norm over two dimensions is slow; of the rounded numbers, as torch.optim has it.
-    wide_dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1, dtype=wide_dtype), dim=-1)
-    x.div_(norm.to(x.dtype).clamp(min=eps)[:, None, None])
+    if len(x) == 1 and (x.dtype in _HALF or x.numel() * min(x.shape[-2:]) >= ONE_FROM):
+        one = x[0]  # products without a stack cost less
+        one.div_(torch.linalg.vector_norm(one).clamp_(min=eps))
+        return _iterate(one, torch.mm, torch.addmm, factors, steps)[None]
+    # Along memory, where a norm is quick, and has the bits of the norm of a single matrix.
+    flat = (x if x.is_contiguous() else x.mT).flatten(1)
+    x.div_(torch.linalg.vector_norm(flat, dim=1).clamp_(min=eps).view(-1, 1, 1))
+    return _iterate(x, torch.bmm, torch.baddbmm, factors, steps)
+
+
+def _iterate(
+    x: Tensor,
+    multiply: Callable[..., Tensor],
+    add_product: Callable[..., Tensor],
+    factors: tuple[float, float, float],
+    steps: int,
+) -> Tensor:
+    """The iteration, for one matrix or a stack of them; ``x`` is overwritten."""
+    a, b, c = factors
     rows, columns = x.shape[-2:]
-    wide, side = rows <= columns, min(rows, columns)
-    by_halves = len(x) == 1 and side >= SYMMETRIC_FROM and x.device.type == "cpu"
-    spare, gram = torch.empty_like(x), x.new_empty(len(x), side, side)
-    power = torch.empty_like(gram)
+    wide, side, on_cpu = rows <= columns, min(rows, columns), x.device.type == "cpu"
+    halves = on_cpu and x.dim() == 2 and side >= SYMMETRIC_FROM
+    # torch adds up products of 16-bit numbers in float32 and rounds the sum. This does the same in two steps.
+    work = x.numel() * side
+    small = on_cpu and x.dtype in _HALF and (work in IN_FLOAT32 or (x.dim() > 2 and work < IN_FLOAT32.start))
+    y = x.float() if small else x
+    spare = torch.empty_like(y)
+    gram, power = y.new_empty((2, *x.shape[:-2], side, side)).unbind()
+    turned, spare_turned = y.mT, spare.mT
+    rounded = x.new_empty(gram.shape) if small else None
     for _ in range(steps):
-        long = x if wide else x.mT
-        if by_halves:
-            _symmetric(long[0], gram[0], None, 0.0, 1.0)
+        long, short = (y, turned) if wide else (turned, y)
+        if halves:
+            _symmetric(long, gram, None, 0.0, 1.0)
         else:
-            torch.bmm(long, long.mT, out=gram)
+            multiply(long, short, out=gram)
+        if rounded is not None:
+            gram.copy_(rounded.copy_(gram))
         if c == 0:  # a cubic: there is no square to compute (and torch's baddbmm on the CPU ignores alpha=0)
             torch.mul(gram, b, out=power)
-        elif by_halves:
-            _symmetric(gram[0], power[0], gram[0], b, c)
+        elif halves:
+            _symmetric(gram, power, gram, b, c)
         else:
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=power)
-        left, right = (power, x) if wide else (x, power)
-        torch.baddbmm(x, left, right, beta=a, out=spare)
-        x, spare = spare, x
-    return x
+            add_product(gram, gram, gram, beta=b, alpha=c, out=power)
+        if rounded is not None:
+            power.copy_(rounded.copy_(power))
+        left, right = (power, y) if wide else (y, power)
+        add_product(y, left, right, beta=a, out=spare)
+        if small:
+            spare.copy_(x.copy_(spare))
+        y, spare, turned, spare_turned = spare, y, spare_turned, turned
+    return x if small else y
 
 
 def _symmetric(x: Tensor, out: Tensor, plus: Tensor | None, beta: float, alpha: float) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["FLAGS", "PRECISION", "Hyper", "Matrix", "Rule", "Slot", "Surface", "Values"]
+__all__ = ["FLAGS", "PRECISION", "Hyper", "Matrix", "Rule", "Slot", "Surface", "Total", "Values"]
 
 #: Options that every optimizer understands, with the value a group has if a checkpoint does not name them.
 FLAGS: dict[str, Any] = {
@@ -99,6 +99,19 @@ class Slot:
         """The shape of the entry for a parameter of this shape; None if such a parameter does not have it."""
         return shape if self.shape is None else self.shape(tuple(shape))
 
+    def follows(self, shape: tuple[int, ...], dim: int) -> bool:
+        """Whether the dimension ``dim`` of the entry is that of a parameter of this shape, so that both are cut alike.
+
+        Example:
+            >>> import offbeat
+            >>> rows = offbeat.Slot("rows", shape=lambda shape: (shape[0], 1))
+            >>> rows.follows((1, 4), 0), rows.follows((1, 4), 1)
+            (True, False)
+        """
+        longer = [size + (i == dim) for i, size in enumerate(shape)]
+        before, after = self.shape_for(tuple(shape)), self.shape_for(tuple(longer))
+        return before is not None and after is not None and dim < len(before) and before[dim] != after[dim]
+
 
 @dataclass(frozen=True)
 class Surface:
@@ -127,6 +140,20 @@ class Surface:
     native_takes: Callable[[Any], bool] = lambda dtype: True
 
 
+class Total(NamedTuple):
+    """A sum or a norm over a dimension of a parameter, as a transform that works on pieces yields it.
+
+    Attributes:
+        part: what this rank's piece gives.
+        dim: the dimension, counted from the last (-1); None for all of them.
+        norm: whether it is a norm and not a sum.
+    """
+
+    part: Any
+    dim: int | None
+    norm: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     r"""The part of a rule that is not elementwise: it needs whole matrices.
@@ -139,8 +166,8 @@ class Matrix:
             parameters of equal shape, and stacks of the slots that have a :attr:`Slot.shape`. Returns what
             :attr:`Rule.update` gets as its gradient ``g``, and the new values of these slots in order. ``about`` has
             the attributes ``h`` (hyperparameters), ``c`` (coefficients and structure), ``params`` (the ``n``
-            parameters; do not write to them) and ``dtype`` (theirs). What belongs to one parameter must not reach
-            another.
+            parameters; do not write to them), ``dtype`` (theirs) and ``shape`` (theirs, as a whole). What belongs to
+            one parameter must not reach another.
         before: the elementwise part that makes ``x``, as ``before(g, <slots>, c)``. It returns ``x`` and the new values
             of the slots that it names. The transform may then write to ``x``. None if ``x`` is the gradient itself; the
             transform must not write to ``x`` then.
@@ -149,14 +176,18 @@ class Matrix:
         scales: further coefficients, which depend on ``h`` and on the shape of the parameter.
         cut: whether a parameter may be cut along the dimensions in front of the last two, because each matrix is by
             itself.
+        pieces: whether the transform works on pieces of parameters that are cut over ranks. It is then a generator
+            function: it yields lists of :class:`Total`, is sent the list of the totals over all pieces, and returns
+            what other transforms return. Slots with a shape are cut as the parameter is, if they have that dimension.
         copies: how many tensors of the size of ``x`` the transform needs at once, ``x`` itself included.
     """
 
-    transform: Callable[..., tuple[Any, ...]]
+    transform: Callable[..., Any]
     before: Callable[..., tuple[Any, ...]] | None = None
     dtype: Callable[[Values], Any] = lambda h: None
     scales: Callable[[Values, tuple[int, ...]], dict[str, Any]] = lambda h, shape: {}
     cut: bool = False
+    pieces: bool = False
     copies: int = 3
 
 

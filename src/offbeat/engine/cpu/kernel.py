@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,27 @@ class CpuKernel:
         tables: list[array[Any]] = [numel, chosen, coefficients, *columns]
         job.extend(table.buffer_info()[0] for table in tables)
         self._step(job.buffer_info()[0], threads)
+
+    def prepare(
+        self,
+        columns: Sequence[tuple[array[int], int]],
+        numel: array[int],
+        chosen: array[int],
+        coefficients: array[float],
+        elements: int,
+    ) -> Callable[[], None]:
+        """The same as a call that can be repeated. Columns come with the row to begin at; tables keep their length."""
+        wanted = elements // ELEMENTS_A_THREAD
+        job = array("q", (len(numel), elements, CHUNK, 0))
+        job.extend(table.buffer_info()[0] for table in (numel, chosen, coefficients))
+        job.extend(table.buffer_info()[0] + 8 * row for table, row in columns)
+        step, place = self._step, job.buffer_info()[0]
+
+        def call(_: Any = (numel, chosen, coefficients, columns)) -> None:  # which keeps the tables alive
+            job[3] = 0  # where the next thread begins
+            step(place, min(torch.get_num_threads(), wanted) if wanted > 1 else 1)
+
+        return call
 
 
 def cpu_kernel(typed: TypedProgram) -> CpuKernel | str:

@@ -1,0 +1,189 @@
+"""Chunks of a batch of matrices: parameters that are transformed as one stack, and what stays from step to step.
+
+Tables of addresses and prepared calls of kernels are kept. They are used only in a step whose batch has been read
+again: then every tensor lies where the tables say, in the layout and dtype that the kernels were made for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offbeat.engine.cpu.kernel import CpuKernel
+from offbeat.engine.elementwise import stages
+from offbeat.engine.options import Options
+from offbeat.engine.tensors import is_dense
+from offbeat.rules.rule import Values
+
+__all__ = ["Chunk"]
+
+
+class Chunk:
+    """Parameters of equal shape, layout and coefficients.
+
+    Args:
+        at: their positions in the batch.
+        params: their local tensors.
+        dtype: the dtype of their stack.
+        shape: the shape of a whole parameter, if ``params`` are pieces.
+
+    Attributes:
+        scalars: the coefficients of this step, with those that depend on the shape.
+        about: what the transform is told.
+        kernels: the prepared calls of the elementwise parts; None where they have to be looked for.
+    """
+
+    scalars: dict[str, Any]
+    about: Values
+
+    def __init__(
+        self, at: list[int], params: list[Tensor], dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> None:
+        self.at, self.params, self.dtype = at, params, dtype
+        self.kernels: Kernels | None = None
+        p = params[0]
+        self._shape = (len(at), *p.shape)
+        self._whole = tuple(p.shape) if shape is None else shape
+        gaps_or_in_order = p.is_contiguous() or not is_dense(p)
+        self._strides = None if gaps_or_in_order else (p.numel(), *p.stride())
+        self._one = len(at) == 1
+        self._for: tuple[Any, Any] = (None, None)
+
+    def new_stack(self) -> Tensor:
+        """A stack of tensors laid out like the parameters, without values."""
+        device = self.params[0].device
+        if self._strides is None:
+            return torch.empty(self._shape, dtype=self.dtype, device=device)
+        return torch.empty_strided(self._shape, self._strides, dtype=self.dtype, device=device)
+
+    def is_like(self, result: Tensor) -> bool:
+        """Whether a stack is laid out as one of :meth:`new_stack`."""
+        if type(result) is not Tensor or result.dtype is not self.dtype or result.shape != self._shape:
+            return False
+        # How far apart the matrices of a stack are does not matter if there is one.
+        return (
+            result.is_contiguous()
+            if self._strides is None
+            else result.stride()[self._one :] == self._strides[self._one :]
+        )
+
+    def is_for(self, options: Options, numbers: Mapping[str, Any]) -> bool:
+        """Whether it has the coefficients of a step with these options and numbers already."""
+        return self._for[0] is options and self._for[1] is numbers
+
+    def set_numbers(self, options: Options, h: Values, numbers: Mapping[str, Any]) -> None:
+        """Take the coefficients of a step; ``h`` are the hyperparameters that scales are computed from."""
+        matrix = options.rule.matrix
+        assert matrix is not None
+        self.scalars = {**numbers, **matrix.scales(h, self._whole)}
+        c = Values(**self.scalars, **options.structure)
+        self.about = Values(h=options.h, c=c, params=self.params, dtype=self.params[0].dtype, shape=self._whole)
+        self._for = options, numbers
+        if self.kernels is not None and not self.kernels.set_numbers(self.scalars):
+            self.kernels = None
+
+    def find_kernels(
+        self,
+        options: Options,
+        tables: Sequence[array[int]],
+        keys: Sequence[str],
+        dtypes: Sequence[torch.dtype],
+        known: Mapping[Any, Any],
+    ) -> None:
+        """Prepare calls of the kernels, if earlier steps have found kernels for these tensors.
+
+        Args:
+            tables: where parameters, gradients and state of the batch lie.
+            keys: the names of the state among the tables.
+            dtypes: the dtypes of parameters, gradients and that state.
+            known: what the stages have found at earlier steps.
+        """
+        first, second = stages(options.rule)
+        if first is None:
+            return
+        x = self.dtype
+        parts: list[Any] = []
+        for stage, columns, types in ((first, (None, 1), (x, dtypes[1])), (second, (0, None), (dtypes[0], x))):
+            kept = stage.keys(keys)
+            more = [2 + keys.index(key) for key in kept]
+            names = stage.names(self.scalars)
+            typed = (*types, *(dtypes[i] for i in more))
+            kernel = stage.found(kept, names, typed, self.params[0].device, known)
+            if kernel is None:
+                return
+            parts.append((kernel, [None if i is None else tables[i] for i in (*columns, *more)], names))
+        self.kernels = Kernels(self.at, self.params[0].numel(), x.itemsize, parts)
+        self.kernels.set_numbers(self.scalars)
+
+
+class Kernels:
+    """Calls of the kernels of the two elementwise parts, for some rows of a batch.
+
+    Args:
+        at: the rows.
+        numel: the number of elements of each.
+        width: the bytes of an element of the stack.
+        parts: for each part the kernel, its columns (tables of addresses; None for the stack) and its coefficients.
+    """
+
+    def __init__(
+        self,
+        at: list[int],
+        numel: int,
+        width: int,
+        parts: Sequence[tuple[CpuKernel, Sequence[array[int] | None], tuple[str, ...]]],
+    ) -> None:
+        n = len(at)
+        self._at, self._bytes = at, numel * width
+        self._names = [names for _, _, names in parts]
+        self._numbers = [array("d", bytes(8 * len(names))) for names in self._names]
+        self._stack = array("q", bytes(8 * n))
+        self._copied: list[tuple[array[int], array[int]]] = []
+        sizes, none = array("q", [numel] * n), array("q", bytes(8 * n))
+        self._before, self._after = (
+            kernel.prepare([self._place(table) for table in columns], sizes, none, numbers, n * numel)
+            for (kernel, columns, _), numbers in zip(parts, self._numbers, strict=True)
+        )
+
+    def _place(self, table: array[int] | None) -> tuple[array[int], int]:
+        """A table and the row in it from which on the addresses of these rows stand."""
+        if table is None:
+            return self._stack, 0
+        first, n = self._at[0], len(self._at)
+        if self._at == list(range(first, first + n)):
+            return table, first
+        own = array("q", bytes(8 * n))
+        self._copied.append((own, table))
+        return own, 0
+
+    def set_numbers(self, scalars: Mapping[str, Any]) -> bool:
+        """Take the coefficients of a step. False if they have other names."""
+        try:
+            for numbers, names in zip(self._numbers, self._names, strict=True):
+                numbers[:] = array("d", [scalars[name] for name in names])
+        except KeyError:
+            return False
+        return True
+
+    def before(self, x: Tensor) -> None:
+        """Write the stack ``x``; begins a step."""
+        for own, table in self._copied:
+            for k, i in enumerate(self._at):
+                own[k] = table[i]
+        self._point_to(x)
+        self._before()
+
+    def after(self, result: Tensor) -> None:
+        """Update the parameters from the transformed stack."""
+        self._point_to(result)
+        self._after()
+
+    def _point_to(self, stack: Tensor) -> None:
+        place = stack.data_ptr()
+        for k in range(len(self._stack)):
+            self._stack[k] = place
+            place += self._bytes
