@@ -96,6 +96,8 @@ class Step:
             self._failure = "a backward pass in a step pre-hook has added to gradients that were clipped already"
         self._has_gradients, self.is_finished = True, False
         self.in_step = False  # if the last optimizer.step() failed
+        if self.scaling is not None:
+            self.scaling.take_over()
         if self.hooks is not None:
             self.hooks.keep_order()
 
@@ -106,6 +108,8 @@ class Step:
         except RuntimeError:
             self._failure = "a backward pass that was not announced has added to gradients"
             raise
+        if self.scaling is not None:
+            self.scaling.take_over()
 
     @torch.no_grad()
     def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], now: Sequence[int] | None = None) -> bool:
