@@ -186,6 +186,21 @@ def test_fewer_passes_than_announced_still_make_a_step():
     handle.remove()
 
 
+def test_layers_that_are_unfrozen_later_are_stepped_in_backward_too():
+    a, b = make(), make()
+    opts = [offbeat.AdamW(m.parameters(), lr=0.01) for m in (a, b)]
+    for model in (a, b):
+        model[:3].requires_grad_(False)
+    offbeat.overlap(opts[0], a, bucket_cap_mb=TINY)
+    for layer in (4, 2, 0):  # from the last to the first
+        for model, optimizer in zip((a, b), opts, strict=True):
+            model[layer].requires_grad_(True)
+            train(model, optimizer, range(layer, layer + 1))
+            check = layer == 0 and model is a
+            train(model, optimizer, range(2), before_step=(lambda: assert_all_used(a)) if check else (lambda: None))
+        assert_same(a, b)
+
+
 def test_a_parameter_used_only_in_an_earlier_micro_batch():
     a, b = Either(), Either()
     opts = [offbeat.AdamW(m.parameters(), lr=0.1) for m in (a, b)]

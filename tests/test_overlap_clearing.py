@@ -1,4 +1,4 @@
-"""Gradients may be cleared at any place of the loop, to None or to zero, under every kind of DDP module."""
+"""Gradients may be cleared at any place of the loop, to None or to zero, under DDP of every kind and FSDP2."""
 
 from __future__ import annotations
 
@@ -70,10 +70,69 @@ def train(case: Any, overlapped: bool, rank: int) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def train_sharded(place: str, overlapped: bool, rank: int) -> list[torch.Tensor]:
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 5), nn.Linear(5, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    if overlapped:
+        offbeat.overlap(optimizer, model, accumulate=2)
+    for step in range(4):
+        if place == "before forward":
+            optimizer.zero_grad(set_to_none=False)
+        for part in range(2):
+            loss = model(torch.full((2, 4), 1.0 + step + part + rank)).square().mean()
+            if place == "before backward" and part == 0:
+                optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+        optimizer.step()
+        if place == "after step":
+            optimizer.zero_grad(set_to_none=False)
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def forget_to_clear() -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, model)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    try:
+        model(torch.ones(1, 4)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def compare_sharded(rank: int) -> dict[Any, str]:
+    wrong = {}
+    for place in PLACES:
+        pair = [train_sharded(place, overlapped, rank) for overlapped in (True, False)]
+        if not all(torch.equal(p, q) for p, q in zip(*pair, strict=True)):
+            wrong[place] = "the numbers differ"
+    said = forget_to_clear()
+    return wrong if "call optimizer.zero_grad() after every step" in said else {**wrong, "forgotten": said}
+
+
 def compare_all(rank: int, world: int) -> dict[Any, str]:
+    return {**compare(CASES, rank), **compare_sharded(rank)}
+
+
+def compare_views(rank: int, world: int) -> dict[Any, str]:
+    """DDP divides what is in its bucket already, and multiplies what it copies there."""
+    return compare([case for case in CASES if case[0] != "static_graph" and case[1] and not case[2]], rank)
+
+
+def compare(cases: list[Any], rank: int) -> dict[Any, str]:
     """By case that fails, what is wrong with it."""
     wrong = {}
-    for case in CASES:
+    for case in cases:
         expected = train(case, False, rank)
         try:
             found = train(case, True, rank)
@@ -86,3 +145,7 @@ def compare_all(rank: int, world: int) -> dict[Any, str]:
 
 def test_gradients_are_cleared_at_any_place_of_the_loop():
     assert run_ranks(compare_all, 2, seconds=90) == [{}, {}]
+
+
+def test_an_odd_number_of_ranks_rounds_as_ddp_does():
+    assert run_ranks(compare_views, 3, seconds=90) == [{}, {}, {}]

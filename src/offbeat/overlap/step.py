@@ -78,7 +78,7 @@ class Step:
         return self.scaling is not None and self.scaling.is_over
 
     def refresh(self) -> bool:
-        """Read the optimizer's groups again; returns whether parameters were added or removed."""
+        """Read the optimizer's groups again; returns whether parameters were added, removed, frozen or unfrozen."""
         if not self.parameters.refresh():
             return False
         self._placeholders.keep({*map(id, self.parameters.all), *self.stepped})
