@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import offbeat
-from tests.cases import CASES, ONE_A_RULE, make_params, set_gradients
+from tests.cases import CASES, MATRIX_CASES, ONE_A_RULE, make_params, set_gradients
 
 
 def detached(params):
@@ -40,6 +40,24 @@ def test_one_parameter_at_a_time_from_an_empty_list(case):
             fn.step_param(q, p.grad)
         assert all(torch.equal(p, q) for p, q in zip(usual, given, strict=True))
     assert len(fn.param_groups[0]["params"]) == len(given)
+
+
+@pytest.mark.parametrize("case", MATRIX_CASES, ids=str)
+def test_one_matrix_at_a_time_from_an_empty_list(case):
+    usual, given = ([p.detach() for p in make_params(torch.float32, shapes=[(3, 4), (4, 3), (3, 4)])] for _ in range(2))
+    whole, fn = (
+        offbeat.as_functional(case.ours, usual, **case.hyper),
+        offbeat.as_functional(case.ours, [], **case.hyper),
+    )
+    for _ in range(3):
+        grads = [torch.randn_like(p) for p in usual]
+        whole.step(grads)
+        for p, g in zip(given, grads, strict=True):
+            fn.step_param(p, g)
+    for p, q in zip(usual, given, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="2D" if case.name == "Muon" else "step"):
+        fn.step_param(torch.ones(3), torch.ones(3)) if case.name == "Muon" else fn.step([])
 
 
 @pytest.mark.parametrize("case", [c for c in ONE_A_RULE if c.name != "Lion"], ids=str)

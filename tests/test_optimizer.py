@@ -478,3 +478,22 @@ def test_state_is_copied_and_merged_as_torchs_is(how):
         assert merged["momentum_buffer"] is entry["momentum_buffer"]
     with pytest.raises(TypeError, match="unsupported operand"):
         optimizers[1].state | 3
+
+
+def test_a_users_subclass_has_its_own_arguments():
+    class Scaled(offbeat.AdamW):
+        def __init__(self, params, scale, *, eps=1e-6):
+            super().__init__(params, lr=0.1 * scale, eps=eps)
+
+    class Same(offbeat.AdamW): ...
+
+    assert list(inspect.signature(Scaled).parameters) == ["params", "scale", "eps"]
+    assert inspect.signature(Same) == inspect.signature(offbeat.AdamW)
+    w, v = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    mine, plain = Scaled([w], 2.0), offbeat.AdamW([v], lr=0.2, eps=1e-6)
+    for p, optimizer in ((w, mine), (v, plain)):
+        p.grad = torch.arange(3.0)
+        optimizer.step()
+    assert torch.equal(w, v)
+    with pytest.raises(TypeError, match="weight_deacy"):
+        super(Scaled, mine).__init__([w], weight_deacy=0.1)

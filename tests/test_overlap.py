@@ -102,6 +102,16 @@ def test_every_implementation(library, options):
     assert_same(a, b)
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_torchs_fused_operators_switch_an_attribute_at_their_first_step(name):
+    a, b = make(), make()
+    opts = [getattr(torch.optim, name)(m.parameters(), lr=0.01, fused=True) for m in (a, b)]
+    offbeat.overlap(opts[0], a, bucket_cap_mb=TINY)
+    train(a, opts[0], before_step=lambda: assert_all_used(a))
+    train(b, opts[1])
+    assert_same(a, b)
+
+
 def test_gradients_are_freed_while_backward_goes_on():
     model = make()
     optimizer = offbeat.SGD(model.parameters(), lr=0.1)
@@ -174,6 +184,21 @@ def test_fewer_passes_than_announced_still_make_a_step():
             optimizer.zero_grad()
     assert_same(a, b)
     handle.remove()
+
+
+def test_layers_that_are_unfrozen_later_are_stepped_in_backward_too():
+    a, b = make(), make()
+    opts = [offbeat.AdamW(m.parameters(), lr=0.01) for m in (a, b)]
+    for model in (a, b):
+        model[:3].requires_grad_(False)
+    offbeat.overlap(opts[0], a, bucket_cap_mb=TINY)
+    for layer in (4, 2, 0):  # from the last to the first
+        for model, optimizer in zip((a, b), opts, strict=True):
+            model[layer].requires_grad_(True)
+            train(model, optimizer, range(layer, layer + 1))
+            check = layer == 0 and model is a
+            train(model, optimizer, range(2), before_step=(lambda: assert_all_used(a)) if check else (lambda: None))
+        assert_same(a, b)
 
 
 def test_a_parameter_used_only_in_an_earlier_micro_batch():
@@ -276,29 +301,57 @@ def test_distributed_checkpoint(stepped, tmp_path):
         assert_same(a, b)
 
 
-def test_mixed_dtypes_and_complex_numbers():
+@pytest.mark.parametrize("clip", [None, "exact", "previous"])
+def test_mixed_dtypes_and_complex_numbers(clip):
+    """The norm has the bits of torch's, which adds up norms dtype by dtype."""
+
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
+            self.first = nn.Linear(5, 5).double()
             self.low = nn.Linear(5, 5).bfloat16()
-            self.high = nn.Linear(5, 5).double()
+            self.high = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
             self.complex = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+            self.last = nn.Linear(5, 5).double()
 
         def forward(self, x):
-            x = self.high(self.low(x.bfloat16()).double())
-            return (x * self.complex).abs()
+            x = self.high(self.low(self.first(x.double()).bfloat16()).double())
+            return self.last((x * self.complex).abs())
 
     torch.manual_seed(0)
     a = Mixed()
     b = copy.deepcopy(a)
     opts = [offbeat.AdamW(m.parameters(), lr=0.1) for m in (a, b)]
-    offbeat.overlap(opts[0], a, bucket_cap_mb=TINY)
-    for model, optimizer in zip((a, b), opts, strict=True):
-        for step in range(5):
+    handle = offbeat.overlap(opts[0], a, bucket_cap_mb=TINY, **({"clip_norm": 0.1, "clip": clip} if clip else {}))
+    previous = None
+    for step in range(5):
+        for model, optimizer in zip((a, b), opts, strict=True):
             model(batch(step)).sum().backward()
+            if clip and model is b:
+                norm = nn.utils.get_total_norm([p.grad for p in b.parameters()])
+                by = previous if clip == "previous" and previous is not None else norm
+                nn.utils.clip_grads_with_norm_(b.parameters(), 0.1, by)
+                previous = norm
             optimizer.step()
             optimizer.zero_grad()
     assert_same(a, b)
+    assert previous is None or torch.equal(handle.last_norm, previous)
+
+
+def test_norms_of_several_dtypes_are_added_up_as_torch_does_it():
+    """By device and dtype, which differs from the order of the parameters in the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    kinds = [torch.float64, torch.float32, torch.bfloat16] * 7
+    module = nn.ParameterList([torch.randn(9, generator=generator).to(kind) for kind in kinds])
+    optimizer = offbeat.SGD(module.parameters(), lr=0.01)
+    handle = offbeat.overlap(optimizer, module, clip_norm=float("inf"))
+    for _ in range(5):
+        sum((p.double() ** 3).sum() for p in module).backward()
+        norm = nn.utils.get_total_norm([p.grad for p in module])
+        assert torch.equal(handle.norm(), norm)
+        optimizer.step()
+        assert torch.equal(handle.last_norm, norm)
+        optimizer.zero_grad()
 
 
 # Checkpointing and compilation
@@ -472,6 +525,29 @@ def test_fused_optimizers_under_a_scaler(library, explicit):
     assert "unscale_" not in vars(scalers[0])
     scalers[0].scale(a(batch(0)).sum()).backward()
     scalers[0].step(opts[0])
+
+
+@pytest.mark.parametrize("how", ["fewer passes than announced", "a reentrant checkpoint"])
+@pytest.mark.parametrize("library", [offbeat, torch.optim])
+def test_fused_optimizers_under_a_scaler_when_no_bucket_is_handed_on(library, how):
+    a, b = make(), make()
+    opts = [library.AdamW(m.parameters(), lr=0.1, fused=True) for m in (a, b)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2) for _ in range(2)]
+    options = {"accumulate": 2} if how.startswith("fewer") else {}
+    offbeat.overlap(opts[0], a, scaler=scalers[0], **options)
+    for step in range(5):
+        for model, optimizer, scaler in zip((a, b), opts, scalers, strict=True):
+            x = batch(step).requires_grad_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                out = model(x) if options else checkpoint(model, x, use_reentrant=True)
+                loss = out.square().mean() * (float("inf") if step == 3 else 1.0)
+                scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert_same(a, b)
+    assert scalers[0].get_scale() == scalers[1].get_scale()
 
 
 def test_a_scaler_must_be_used_as_ever():
@@ -952,12 +1028,16 @@ class Either(nn.Module):
         return getattr(self, which)(x)
 
 
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}], ids=str)
 @pytest.mark.parametrize("clip", [{}, {"clip_norm": 0.1}, {"clip_norm": 0.1, "clip": "previous"}])
 @pytest.mark.parametrize("where", ["after", "before"])
-def test_gradients_set_to_zero_instead_of_none(where, clip):
-    """An unused layer then has a gradient of zero, and weight decay and momentum act on it."""
+def test_gradients_set_to_zero_instead_of_none(where, clip, flags):
+    """An unused layer then has a gradient of zero, and weight decay and momentum act on it.
+
+    With some flags torch sets all gradients to zero by one operator.
+    """
     a, b = Either(), Either()
-    opts = [offbeat.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1) for m in (a, b)]
+    opts = [offbeat.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, **flags) for m in (a, b)]
     offbeat.overlap(opts[0], a, bucket_cap_mb=1e-6, **clip)
     previous = None
     for step in range(8):
@@ -974,6 +1054,27 @@ def test_gradients_set_to_zero_instead_of_none(where, clip):
             if where == "after":
                 optimizer.zero_grad(set_to_none=False)
     assert_same(a, b)
+
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda params: offbeat.SGD(params, lr=0.1), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    lambda params: offbeat.Adagrad(params, lr=0.1), lambda params: offbeat.SparseAdam(params, lr=0.1),
+])  # fmt: skip
+def test_sparse_gradients_set_to_zero_instead_of_none(make_optimizer):
+    """A row that was in no batch must not be touched by what acts on dense gradients only."""
+    models = [nn.ModuleList([nn.Embedding(7, 3, sparse=True), nn.Embedding(7, 3, sparse=True)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    opts = [make_optimizer(m.parameters()) for m in models]
+    offbeat.overlap(opts[0], models[0], bucket_cap_mb=1e-6, accumulate=2)
+    for step in range(6):
+        for model, optimizer in zip(models, opts, strict=True):
+            for part in range(2):
+                ids = torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(10 * step + part))
+                out = model[0](ids) if step % 3 else model[0](ids) + model[1](ids)
+                out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    assert_same(*models)
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.05}, {"scaler": True}])
@@ -1120,6 +1221,18 @@ def test_optimizers_that_are_more_than_the_sum_of_their_parameters():
     counting.t = 0
     offbeat.overlap(counting, model)
     with pytest.raises(TypeError, match="changes t of the optimizer"):
+        model(batch(0)).sum().backward()
+
+    class Every(torch.optim.SGD):
+        def step(self, closure=None):
+            self.even = not self.even
+            super().step(closure)
+
+    model = make()
+    every = Every(model.parameters(), lr=0.1)
+    every.even = True
+    offbeat.overlap(every, model, bucket_cap_mb=TINY)
+    with pytest.raises(TypeError, match="changes even of the optimizer"):
         model(batch(0)).sum().backward()
 
     with pytest.warns(UserWarning, match="duplicate"):

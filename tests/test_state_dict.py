@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import offbeat
-from tests.cases import CASES, ONE_A_RULE, TIERS, make_params, set_gradients
+from tests.cases import CASES, MATRIX_CASES, ONE_A_RULE, SHAPES, TIERS, make_params, set_gradients
 
 #: Parameter 1 never has a gradient, 3 only late, 4 not always.
 NONE_AT = tuple((s, 1) for s in range(20)) + tuple((s, 3) for s in range(8)) + ((2, 4), (6, 4))
@@ -77,6 +77,42 @@ def test_asking_for_the_state_dict_changes_nothing(case):
         b.step()
         b.init_state()
     assert all(torch.equal(p, q) for p, q in zip(a_params, b_params, strict=True))
+
+
+@pytest.mark.parametrize("how", ["alone", "chained", "scheduled and overlapped"])
+@pytest.mark.parametrize("case", [*CASES, *MATRIX_CASES], ids=str)
+def test_torchs_distributed_checkpoint_asks_for_state_and_changes_nothing(case, how):
+    """It makes a step with zero gradients to have state allocated, which counted (pytorch#164929)."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    shapes = [(3, 4), (4, 3), (2, 2)] if case.name == "Muon" else [s for s in SHAPES if s != (0,)]
+    trained = []
+    for asked in (False, True):
+        params = make_params(torch.float32, shapes=shapes)
+        module = torch.nn.ParameterList([torch.nn.Parameter(p.detach()) for p in params])
+        params = list(module)
+        params[-1].requires_grad_(False)
+        optimizer = made = case.ours(params, **case.hyper)
+        if how == "chained":
+            optimizer = offbeat.Chain([made])
+        elif how != "alone":
+            torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+            offbeat.overlap(optimizer, module, clip_norm=1e9)
+        if asked:
+            found = get_optimizer_state_dict(module, optimizer)
+            assert all(p.grad is None for p in params)
+            stateful = bool(made.state.get(params[0]))
+            # As in torch, for what requires a gradient; and the counters have not moved.
+            assert {*found["state"]} == (
+                {str(i) for i in range(len(params) - (case.name != "Adagrad"))} if stateful else set()
+            )
+            assert all(entry["step"] == 0 for entry in made.state.values() if "step" in entry)
+        for step in range(3):
+            set_gradients(step, params[:-1])
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*trained, strict=True))
 
 
 def test_a_dampened_buffer_that_has_not_begun_is_told_from_one_of_zeros(tmp_path):

@@ -241,6 +241,8 @@ sparse_values = _get_or_raise("torch.Tensor._values", "scaler")
 no_torch_function: Any = _get("torch._C._disabled_torch_function_impl") or Tensor.__torch_function__
 #: The attribute in which a DTensor has this rank's shard.
 LOCAL_TENSOR = "_local_tensor"
+#: The attribute in which a DTensor has how it is cut, which torch reads before any operator over several of them.
+SPEC = "_spec"
 #: A view that negates, or None if there is no way to make one directly.
 neg_view: Callable[[Tensor], Tensor] | None = _get("torch._neg_view")
 
@@ -260,6 +262,18 @@ def shape_only(cls: Any, like: Tensor) -> Any:
     """An instance of a subclass of Tensor that has a shape, a dtype and a device but no memory."""
     make = _get_or_raise("torch.Tensor._make_wrapper_subclass", "overlap")
     return make(cls, like.shape, dtype=like.dtype, device=like.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def order_by_kind(kinds: tuple[tuple[torch.device, torch.dtype], ...]) -> list[int]:
+    """The positions of tensors of these devices and dtypes, in the order in which ``get_total_norm`` adds up norms."""
+    if len(set(kinds)) < 2:
+        return list(range(len(kinds)))
+    group = _get("torch._C._group_tensors_by_device_and_dtype")
+    if group is None:  # by kind, as they come
+        return sorted(range(len(kinds)), key=lambda i: kinds.index(kinds[i]))
+    found = group([[torch.empty(0, device=device, dtype=dtype) for device, dtype in kinds]], True)
+    return [i for _, index in found.values() for i in index]
 
 
 def is_fake(t: Any) -> bool:
@@ -383,6 +397,11 @@ def uses_python_reducer(ddp: Any) -> bool:
     return bool(ddp._use_python_reducer)
 
 
+def has_final_buckets(ddp: Any) -> bool:
+    """Whether a DDP module has made its buckets anew, in the order in which gradients come, as it does once."""
+    return bool(getattr(ddp, "_has_rebuilt_buckets", False))
+
+
 def divides_by_ranks_left(ddp: Any) -> bool:
     """Whether a DDP module divides by the number of ranks that still have data."""
     return bool(ddp._join_config.enable and not ddp._divide_by_initial_world_size)
@@ -424,6 +443,7 @@ def untraced(function: Function) -> Function:
 
 
 _AMP = "_step_supports_amp_scaling"
+_DCP, _ASKS_FOR_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
@@ -450,6 +470,21 @@ def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable
         return func(self, *args, **kwargs)
 
     return step
+
+
+def is_asked_for_state() -> bool:
+    """Whether ``torch.distributed.checkpoint`` makes this step, with gradients of zero, only to have state allocated.
+
+    Such a step must not count: https://github.com/pytorch/pytorch/issues/164929.
+    """
+    frame: Any = sys._getframe(1)
+    for _ in range(16):  # wrappers of schedulers and of other optimizers may be in between
+        if frame is None:
+            return False
+        if frame.f_code.co_name == _ASKS_FOR_STATE and frame.f_globals.get("__name__") == _DCP:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def step_pre_hooks(optimizer: Any) -> Any:
@@ -662,6 +697,7 @@ _STEP_HOOKS = Private(
     ("overlap",),
 )  # fmt: skip
 
+_TWO_KINDS = ((torch.device("cpu"), torch.float32), (torch.device("cpu"), torch.float64))
 PRIVATE: tuple[Private, ...] = (
     Private(
         "torch._foreach_*", "operators over lists of tensors", "one tensor after the other, which is slower",
@@ -682,11 +718,20 @@ PRIVATE: tuple[Private, ...] = (
         "overlap() raises", lambda: len(ZERO_OPERATORS) == 2, ("overlap",),
     ),
     Private(
+        "torch._C._group_tensors_by_device_and_dtype", "the order in which norms of several dtypes are added up",
+        "the norm may differ in the last bit", lambda: len(order_by_kind(_TWO_KINDS)) == 2,
+    ),
+    Private(
         "torch._neg_view", "a tensor that the compiled reader must refuse", "addresses are read in Python",
         lambda: torch._neg_view(torch.ones(1)).is_neg(),
     ),
     _PROFILER,
     _STEP_HOOKS,
+    Private(
+        "torch.distributed.checkpoint.state_dict._init_optim_state",
+        "that a step is made only to have state allocated", "such a step counts as any other",
+        lambda: "step" in getattr(_module(_DCP), _ASKS_FOR_STATE).__code__.co_names,
+    ),
     Private(
         "torch._disable_dynamo", "keeping torch.compile out of a step", "import offbeat imports torch's compiler, too",
         lambda: callable(_get("torch._disable_dynamo")),
@@ -784,6 +829,11 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "Module._buffers, Module._non_persistent_buffers_set", "which buffers are part of a state dict",
         "LocalSGD raises", lambda: _has("torch.nn:Module", "_buffers", "_non_persistent_buffers_set"), ("sync",),
+    ),
+    Private(
+        "DistributedDataParallel._has_rebuilt_buckets", "whether gradients still move to other buckets",
+        "with gradient_as_bucket_view=True, overlap() looks for used gradients before every forward pass",
+        lambda: _has(_DDP, "_has_rebuilt_buckets"),
     ),
     Private(
         "DistributedDataParallel._comm_hooks, DistributedDataParallel._use_python_reducer, "

@@ -84,6 +84,7 @@ class CommHook:
         self._listeners: list[weakref.ref[Listener]] = []
         self._background = Background()
         self._error: BaseException | None = None
+        self._pass, self._more = -1, 0  # of the last bucket that DDP called the first, and how many others it did
 
     @staticmethod
     def find(ddp: DistributedDataParallel, *, instead: str) -> CommHook | None:
@@ -156,17 +157,31 @@ class CommHook:
         if not self.listeners:
             self._background.stop()
 
-    def note_storage(self, p: Tensor) -> None:
-        """Call when a gradient has been accumulated in ``p.grad``, for DDP's own mean to round as DDP does."""
-        self._mean.note_storage(p)
+    def will_note(self, params: Sequence[Tensor], *, instead_of: Sequence[Tensor]) -> None:
+        """Call when the parameters change for which :meth:`note_storage` is called.
+
+        Args:
+            params: those for which it is called from now on.
+            instead_of: those for which it has been called until now.
+        """
+        self._mean.will_note(params, instead_of=instead_of)
+
+    def note_storage(self, p: Tensor, *, in_bucket: bool = False) -> None:
+        """Call when a gradient has been accumulated in ``p.grad``, for DDP's own mean to round as DDP does.
+
+        Args:
+            in_bucket: whether it stands for one that has been accumulated in DDP's bucket, wherever it is.
+        """
+        self._mean.note_storage(p, in_bucket=in_bucket)
 
     def run(self, bucket: Any) -> Future[Any]:
         """Called by DDP when a bucket holds this rank's gradients."""
         params, buffer = bucket.parameters(), bucket.buffer()
         # Under join(), a rank that has no more data reduces zeros outside of backward to keep the other ranks going.
         listeners = self.listeners if current_pass() != -1 else []
-        asked = [(listener, listener.bucket_filled(params, bucket.index())) for listener in listeners]
-        if bucket.is_last() and listeners:
+        index, ends_pass = self._number(bucket)
+        asked = [(listener, listener.bucket_filled(params, index)) for listener in listeners]
+        if ends_pass and listeners:
             ends = [weakref.ref(listener) for listener in listeners]
             # DDP queues its own end of backward after this hook returns, and ours must come after that.
             queue_callback(lambda: queue_callback(lambda: self._end_pass(ends)))
@@ -196,6 +211,20 @@ class CommHook:
             views.clear()
 
         return self._background.after(reduced, buffer, work, failed)
+
+    def _number(self, bucket: Any) -> tuple[int, bool]:
+        """The number of a bucket in this backward pass, and whether the end of the pass is to be awaited from here on.
+
+        In the first pass of a static graph DDP reduces all buckets (one for each dtype) at the end of backward, calls
+        each of them number 0, and none of them the last.
+        """
+        now, index = current_pass(), bucket.index()
+        if index == 0 and now != -1 and now == self._pass:
+            self._more += 1
+            return self._more, self._more == 1
+        if index == 0:
+            self._pass, self._more = now, 0
+        return index, bucket.is_last()
 
     def _end_pass(self, listeners: list[weakref.ref[Listener]]) -> None:
         error, self._error = self._error, None

@@ -7,6 +7,7 @@ a bucket by ``1 / ranks``; torch's communication hooks divide by ``ranks``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class DdpMean:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self._storage: dict[int, int] = {}  # by parameter: the storage its gradient was accumulated in
+        #: By parameter whose gradients are noted: the storage of the last one; 0 is the bucket, 1 is not known.
+        self._storage: dict[int, int] = {}
+        self._stand_ins: dict[int, int] = {}  # by parameter: a storage that stands for the bucket
 
     def start(self, bucket: Any, *, defer: bool) -> tuple[Future[Any], int]:
         """Start to reduce a bucket.
@@ -73,23 +76,47 @@ class DdpMean:
         self._divide(bucket, buffer, ranks)
         return _sum(buffer, ddp.process_group), 1
 
-    def note_storage(self, p: Tensor) -> None:
-        """Call when a gradient has been accumulated in ``p.grad`` and DDP has not copied it yet."""
+    def will_note(self, params: Iterable[Tensor], *, instead_of: Iterable[Tensor]) -> None:
+        """Call when the parameters whose gradients are noted change.
+
+        Args:
+            params: those whose gradients are noted from now on.
+            instead_of: those whose gradients have been noted until now.
+        """
+        now = {id(p) for p in params}
+        for key in {id(p) for p in instead_of} - now:
+            self._storage.pop(key, None)
+        for key in now:
+            self._storage.setdefault(key, 1)
+
+    def note_storage(self, p: Tensor, *, in_bucket: bool = False) -> None:
+        """Call when a gradient has been accumulated in ``p.grad`` and DDP has not copied it yet.
+
+        Args:
+            in_bucket: whether it stands for one that has been accumulated in DDP's bucket, wherever it is.
+        """
         ddp = self._ddp()
         if ddp is not None and ddp.gradient_as_bucket_view and p.grad is not None and not p.grad.is_sparse:
-            self._storage[id(p)] = p.grad.untyped_storage().data_ptr()
+            storage = p.grad.untyped_storage().data_ptr()
+            if in_bucket:
+                self._stand_ins[id(p)] = storage
+            self._storage[id(p)] = 0 if self._stand_ins.get(id(p)) == storage else storage
 
     def _divide(self, bucket: Any, buffer: Tensor, ranks: int) -> None:
         if _is_power_of_two(ranks) or not self._module().gradient_as_bucket_view:
             buffer.mul_(1 / ranks)
             return
-        # DDP divides a gradient that was accumulated in the bucket itself, and multiplies one that it copies there.
+        # DDP divides a gradient that was accumulated in the bucket itself, or is there from an earlier pass, and
+        # multiplies one that it copies there.
         storage = buffer.untyped_storage().data_ptr()
         for p, view in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if self._storage.get(id(p)) == storage:
+            if self._storage.get(id(p)) in (0, storage):
                 view.div_(ranks)
             else:
                 view.mul_(1 / ranks)
+            self._stand_ins.pop(id(p), None)
+            if id(p) in self._storage:
+                self._storage[id(p)] = 0  # where DDP leaves it
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -56,22 +57,26 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     """
 
     rule: ClassVar[Rule]
+    _signature: ClassVar[inspect.Signature]
     #: By parameter (its id), the group it was found in and its position there.
     _places: dict[int, tuple[int, int]]
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if rule is not None:
-            cls.rule = rule
-            cls.__signature__ = signature(rule)  # type: ignore[attr-defined]
+            cls.rule, cls._signature = rule, signature(rule)
+            cls.__signature__ = cls._signature  # type: ignore[attr-defined]
             cls.__doc__ = describe(rule, cls)
+        if "__init__" in vars(cls):  # a user's, with other arguments than the rule's
+            own = inspect.signature(vars(cls)["__init__"])
+            cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
 
     def __init__(self, params: Params, *args: Any, **kwargs: Any) -> None:
-        check_names(type(self).__name__, kwargs, self.__signature__.parameters)  # type: ignore[attr-defined]
+        check_names(type(self).__name__, kwargs, self._signature.parameters)
         try:
-            bound = self.__signature__.bind(params, *args, **kwargs)  # type: ignore[attr-defined]
+            bound = self._signature.bind(params, *args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{type(self).__name__}(): {error}; it takes {self.__signature__}") from None  # type: ignore[attr-defined]
+            raise TypeError(f"{type(self).__name__}(): {error}; it takes {self._signature}") from None
         bound.apply_defaults()
         options = {name: value for name, value in bound.arguments.items() if name != "params"}
         defaults = {**{name: FLAGS[name] for name in FLAGS}, **options, **self.rule.surface.fixed}
@@ -113,7 +118,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
 
     def _warn_of_misspelt(self, param_group: dict[str, Any]) -> None:
         """A group may have keys of the user's own, but one that is almost an option is rather a misspelt option."""
-        known = {*self.__signature__.parameters, *self.defaults}  # type: ignore[attr-defined]
+        known = {*self._signature.parameters, *self.defaults}
         for key in param_group:
             meant = nearest(key, known, least=0.8) if isinstance(key, str) and key not in known else None
             if meant is not None and abs(len(key) - len(meant)) <= 2:
@@ -164,6 +169,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         self._check_capture()
+        if not self.state and _torch.is_asked_for_state():
+            self._allocate([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -289,14 +297,19 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def init_state(self) -> None:
         """Allocate all state now, for parameters with and without a gradient, changing nothing else.
 
-        A step after ``init_state`` gives the same bits as without it. Call it before saving or loading with
-        :mod:`torch.distributed.checkpoint`, or to see at once whether the state fits into memory.
+        A step after ``init_state`` gives the same bits as without it. Call it to see at once whether the state fits
+        into memory, or to have tensors to load into.
         """
-        state = self._own_state()
+        self._allocate([p for group in self.param_groups for p in group["params"]])
+
+    def _allocate(self, params: Sequence[Tensor]) -> None:
+        """Allocate what is missing of the state of these parameters."""
+        state, wanted = self._own_state(), set(map(id, params))
         with torch.no_grad():
             for group in self.param_groups:
                 options = Options(self.rule, group)
-                _, created = new_state(options.slots, options.h, group["params"], state)
+                mine = [p for p in group["params"] if id(p) in wanted]
+                _, created = new_state(options.slots, options.h, mine, state)
                 for p, key, value in created:
                     if options.marks:
                         mark_unbegun(value)

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any, Concatenate, ParamSpec, overload
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -87,12 +86,8 @@ class FunctionalOptimizer:
         if isinstance(params, Iterable) and not isinstance(params, Tensor):
             params = list(params)
         if isinstance(params, list) and not params:
-            # torch.optim.Optimizer requires a parameter; it can be removed once the optimizer is built.
-            self._optimizer = optim_cls([torch.zeros(())], *args, **hyper)
-            self._optimizer.param_groups[0]["params"] = []
-            self._optimizer.state.clear()
-        else:
-            self._optimizer = optim_cls(params, *args, **hyper)
+            params = [{"params": []}]  # torch.optim.Optimizer requires a group, which may be empty
+        self._optimizer = optim_cls(params, *args, **hyper)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat._torch import foreach_mul_, foreach_norm, version_of
+from offbeat._torch import foreach_mul_, foreach_norm, order_by_kind, version_of
 from offbeat.engine.agree import norms_of_owners
 from offbeat.engine.owned import gradient_of
 from offbeat.engine.tensors import is_dtensor, local
@@ -172,8 +172,12 @@ class Clipping:
         found = [p for p in measured if id(p) in self._norms]
         classes = list(dict.fromkeys(shards[id(p)] for p in everyone if shards[id(p)]))
         if not classes:  # bit for bit as torch.nn.utils.get_total_norm
-            norms = [self._norms[id(p)][0] for p in found]
-            return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), 2.0) if norms else None
+            if not found:
+                return None
+            order = order_by_kind(tuple((p.device, p.dtype) for p in found))
+            norms = [self._norms[id(found[i])][0].to(found[0].device) for i in order]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+            return total
         squares = []
         for groups in [(), *classes]:
             like = local(next((p for p in everyone if shards[id(p)] == groups), everyone[0]))

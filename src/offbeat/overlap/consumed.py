@@ -6,6 +6,7 @@ and a second backward pass would start from nothing. The placeholder takes no me
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from offbeat import _torch
+from offbeat.engine.tensors import is_dtensor, local
 from offbeat.passes import current_pass, is_nested
 
-__all__ = ["ConsumedGradient", "Placeholders", "receive", "settle"]
+__all__ = ["ConsumedGradient", "Placeholders", "lift", "receive", "settle"]
 
 _FORGOTTEN = "call optimizer.zero_grad() after every step, before the next backward()"
 _UNANNOUNCED = (
@@ -26,6 +28,7 @@ _NESTED = "use checkpoint(use_reentrant=False), which runs no backward pass insi
 _READING = "read or change gradients during backward, with hooks on tensors, or call handle.remove() and step after it"
 #: By words in the name of the operation that was tried.
 _REMEDIES = {
+    "several DTensors": "clear gradients with optimizer.zero_grad(), without set_to_none=False",
     "unscale": "pass the GradScaler as overlap(..., scaler=)",
     "norm": "clip with overlap(..., clip_norm=); handle.last_norm is the norm then (clip_norm=math.inf only measures)",
     "clamp": "clip by norm instead of by value, with overlap(..., clip_norm=)",
@@ -44,25 +47,39 @@ class ConsumedGradient(Tensor):
         is_zero: whether it has been set to zero.
         is_old: whether the step that used the gradient is over.
         added: the gradient that has been added since.
+        sparse_dims: the number of sparse dimensions of the gradient; 0 if it was dense.
     """
 
     owner: str
     is_zero: bool
     is_old: bool
     added: Tensor | None
+    sparse_dims: int
+    _param: weakref.ref[Tensor]
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: str) -> ConsumedGradient:
         """Make one with the shape, dtype and device of a parameter."""
-        made: ConsumedGradient = _torch.shape_only(cls, param)
-        made.owner = owner
+        made: ConsumedGradient = _torch.shape_only(ConsumedShard if is_dtensor(param) else cls, param)
+        made.owner, made.sparse_dims, made._param = owner, 0, weakref.ref(param)
         made.renew()
         return made
 
-    def renew(self) -> None:
-        """Stand for a gradient that has just been used."""
+    def renew(self, gradient: Tensor | None = None) -> None:
+        """Stand for a gradient that has just been used; None for one of which only this placeholder is left."""
         self.is_zero, self.added, self.is_old = False, None, False
         self._pass = current_pass()
+        if gradient is not None and not isinstance(gradient, ConsumedGradient):
+            self.sparse_dims = gradient.sparse_dim() if gradient.is_sparse else 0
+
+    def zeros(self) -> Tensor:
+        """What it stands for once it has been set to zero, sparse if the gradient was."""
+        if not self.sparse_dims:
+            return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        rows, rest = self.shape[: self.sparse_dims], self.shape[self.sparse_dims :]
+        index = torch.empty((len(rows), 0), dtype=torch.int64, device=self.device)
+        values = torch.empty((0, *rest), dtype=self.dtype, device=self.device)
+        return torch.sparse_coo_tensor(index, values, self.shape, check_invariants=True)
 
     def refuse(self, what: str) -> NoReturn:
         """Raise: something was tried that needs the gradient."""
@@ -86,11 +103,19 @@ class ConsumedGradient(Tensor):
                     one.is_zero, one.added = True, None
                 else:
                     one.zero_()
-            return args[0]
+            return args[0] if isinstance(args[0], Tensor) else None
         first = args[0] if args else None
         if func is _ADD and isinstance(first, ConsumedGradient) and first.is_zero and not isinstance(args[1], cls):
-            # Adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would.
-            first.added = args[1] + 0.0 if first.added is None else first.added + args[1]
+            if first.added is not None:
+                first.added = first.added + args[1] if args[1].is_sparse else args[1] + first.added
+            elif args[1].is_sparse:
+                first.added = first.zeros() + args[1]
+            else:
+                first.added = args[1] + 0.0  # adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would
+            return first
+        if func is _COPY and isinstance(first, ConsumedGradient) and first.is_zero and not isinstance(args[1], cls):
+            # DDP, for a parameter that only other ranks have used: the sum of what all of them have.
+            first.added = args[1].clone()
             return first
         if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and args[1].is_zero:
             # DDP, when it makes its buckets anew with gradient_as_bucket_view=True.
@@ -102,12 +127,33 @@ class ConsumedGradient(Tensor):
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _no_shard(gradient: ConsumedGradient) -> NoReturn:
-    gradient.refuse("reading its shard")
+class ConsumedShard(ConsumedGradient):
+    """Takes the place of the gradient of a DTensor. FSDP2 asks whether it is one, and adds to its shard."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._param())
 
 
-# FSDP2 would add to this shard.
-setattr(ConsumedGradient, _torch.LOCAL_TENSOR, property(_no_shard))
+def _shard(gradient: ConsumedShard) -> Tensor:
+    param = gradient._param()
+    if not gradient.is_zero or param is None:
+        gradient.refuse("reading its shard")
+    if gradient.added is None:
+        gradient.added = torch.zeros_like(param, requires_grad=False)
+    return local(gradient.added)
+
+
+def _keep_shard(gradient: ConsumedShard, shard: Tensor) -> None:
+    """``gradient._local_tensor += shard`` has added in place."""
+
+
+def _no_spec(gradient: ConsumedShard) -> NoReturn:
+    gradient.refuse("an operator over several DTensors")
+
+
+setattr(ConsumedShard, _torch.LOCAL_TENSOR, property(_shard, _keep_shard))
+setattr(ConsumedShard, _torch.SPEC, property(_no_spec))
 
 
 def receive(p: Tensor) -> None:
@@ -117,15 +163,24 @@ def receive(p: Tensor) -> None:
 
 
 def settle(params: Iterable[Tensor]) -> None:
-    """Replace zeroed placeholders by zeros. Raises for a placeholder that was not zeroed."""
+    """Replace zeroed placeholders by what they stand for. Raises for a placeholder that was not zeroed."""
     for p in params:
+        receive(p)
         if isinstance(p.grad, ConsumedGradient):
             if not p.grad.is_zero:
                 raise RuntimeError(
                     f"the gradient of {p.grad.owner} is from an earlier step, which used and freed it, and it would be "
                     "used again; call optimizer.zero_grad() after every step"
                 )
-            p.grad = torch.zeros_like(p)
+            p.grad = p.grad.zeros() if p.grad.sparse_dims else torch.zeros_like(p)
+
+
+def lift(params: Iterable[Tensor]) -> list[tuple[Tensor, ConsumedGradient]]:
+    """Take placeholders that were not zeroed out of ``.grad``; returns them with their parameters."""
+    found = [(p, p.grad) for p in params if isinstance(p.grad, ConsumedGradient) and not p.grad.is_zero]
+    for p, _ in found:
+        p.grad = None
+    return found
 
 
 class Placeholders:
@@ -146,7 +201,7 @@ class Placeholders:
             placeholder = self._made.get(id(p))
             if placeholder is None:
                 placeholder = self._made[id(p)] = ConsumedGradient(p, self._name_of(p))
-            placeholder.renew()
+            placeholder.renew(p.grad)
             try:
                 p.grad = placeholder
             except RuntimeError:  # the parameter's shape or dtype has changed

@@ -6,14 +6,18 @@ waits for both at the end of backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat import _torch
 from offbeat.ddp import CommHook, UserHook
+from offbeat.overlap.consumed import ConsumedGradient, lift, receive
+from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.source import Source, refuse_graph
 from offbeat.overlap.step import Step
 from offbeat.passes import current_pass, is_nested
@@ -60,6 +64,15 @@ class DdpSource(Source):
         super().__init__(step, ddp)
         self._running = False
         self._used_here: set[int] = set()
+        self._lifted: list[tuple[Tensor, ConsumedGradient]] = []
+        self._noted: list[Tensor] = []
+        self._module_hooks: list[Any] = []
+        if ddp.gradient_as_bucket_view and (ddp.static_graph or not ddp.find_unused_parameters):
+            me = weakref.ref(self)
+            self._module_hooks += [
+                ddp.register_forward_pre_hook(_BeforeForward(me)),
+                ddp.register_forward_hook(_AfterForward(me), always_call=True),
+            ]
         self._finds_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
         self._hook = CommHook.register(ddp)
         if not self._hook.listeners and isinstance(self._hook.reducer, UserHook):
@@ -76,11 +89,19 @@ class DdpSource(Source):
         """See :class:`Source`."""
         return self._running
 
+    def parameters_changed(self) -> None:
+        """See :class:`Source`."""
+        super().parameters_changed()
+        noted = [p for p in self.step.parameters.all if p in self._arrivals]
+        self._hook.will_note(noted, instead_of=self._noted)
+        self._noted = noted
+
     def arrived(self, p: Tensor) -> None:
         """See :class:`Source`. DDP has not reduced the gradient yet."""
+        stood_for_zeros = isinstance(p.grad, ConsumedGradient)  # which without overlap would be in the bucket
         self._receive(p)
         refuse_graph(p.grad)
-        self._hook.note_storage(p)
+        self._hook.note_storage(p, in_bucket=stood_for_zeros)
         self._used_here.add(id(p))
         if self.step.accumulation.passes > 1 and current_pass() != self._pass and not is_nested():
             # With accumulate=N every pass counts, under no_sync() too.
@@ -134,9 +155,33 @@ class DdpSource(Source):
             return
         with self.step.lock:
             self._running = False
+            for p in self.step.parameters.all:
+                receive(p)
             if self.step.accumulation.is_last_pass:
                 self.step.free(list(self.step.stepped.values()))
             self.step.gradients_moved()
+
+    def before_forward(self) -> None:
+        """Called before forward if gradients are views of buckets.
+
+        DDP makes its buckets anew in an early forward pass, and copies gradients there. The user may clear them only
+        after it: ``out = ddp(x); optimizer.zero_grad(); loss(out).backward()``.
+        """
+        self._lifted = lift(self.step.parameters.all)
+
+    def after_forward(self, ddp: DistributedDataParallel) -> None:
+        """Called after forward, also if it raised."""
+        lifted, self._lifted = self._lifted, []
+        for p, placeholder in lifted:
+            if p.grad is None:
+                p.grad = placeholder
+        if _torch.has_final_buckets(ddp):
+            self._remove_module_hooks()
+
+    def _remove_module_hooks(self) -> None:
+        for hook in self._module_hooks:
+            hook.remove()
+        self._module_hooks = []
 
     def failed(self, error: BaseException) -> None:
         """See :class:`offbeat.ddp.Listener`."""
@@ -154,4 +199,33 @@ class DdpSource(Source):
     def remove(self) -> None:
         """See :class:`Source`. A user's communication hook goes on reducing, or the numbers would change."""
         super().remove()
+        self._hook.will_note([], instead_of=self._noted)
+        self._remove_module_hooks()
         self._hook.remove_listener(self)
+
+
+# DDP holds on to what follows; none of it keeps the optimizer alive.
+
+
+class _BeforeForward(ModuleHook):
+    """A forward pre-hook."""
+
+    def __init__(self, source: weakref.ref[DdpSource]) -> None:
+        self._source = source
+
+    def __call__(self, module: Any, args: Any) -> None:
+        found = self._source() if not torch.compiler.is_compiling() else None
+        if found is not None:
+            found.before_forward()
+
+
+class _AfterForward(ModuleHook):
+    """A forward hook."""
+
+    def __init__(self, source: weakref.ref[DdpSource]) -> None:
+        self._source = source
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        found = self._source() if not torch.compiler.is_compiling() else None
+        if found is not None:
+            found.after_forward(module)

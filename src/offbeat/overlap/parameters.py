@@ -29,7 +29,7 @@ class Parameters:
         self._optimizer = optimizer
         self._position = {id(p): i for i, (_, p) in enumerate(named)}
         self._names = {id(p): name for name, p in named}
-        self._ids: list[int] | None = None
+        self._ids: list[tuple[int, bool]] | None = None
         self.all: list[Tensor] = []
         self.shards: Shards = {}
         self.refresh()
@@ -40,9 +40,9 @@ class Parameters:
         return f"a parameter of shape {tuple(p.shape)}" if name is None else f"parameter {name!r}"
 
     def refresh(self) -> bool:
-        """Read the optimizer's groups again; returns whether parameters were added or removed."""
+        """Read the optimizer's groups again; returns whether parameters were added, removed, frozen or unfrozen."""
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        ids = list(map(id, params))
+        ids = [(id(p), p.requires_grad) for p in params]
         if ids == self._ids:
             return False
         self._ids = ids

@@ -57,7 +57,7 @@ class OverlappedOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer  # of the class that a subclass was registered for
-        self._first = True
+        self._calls = 0
 
     def begin_step(self) -> None:
         """Called before the first bucket of every step; the groups do not change until the last bucket."""
@@ -71,16 +71,22 @@ class OverlappedOptimizer:
             params: parameters of the optimizer.
             grads: their gradients; ``.grad`` need not hold them.
         """
-        counters = _counters(self.optimizer) if self._first else {}
+        if self._calls > 1:
+            self._step_narrowed(params, grads)
+            return
+        before = _counters(self.optimizer)
         self._step_narrowed(params, grads)
-        if self._first and (changed := _counters(self.optimizer)) != counters:
-            names = sorted(key for key in changed if changed[key] != counters.get(key))
+        after = _counters(self.optimizer)
+        changed = {key for key in after if after[key] != before.get(key)}
+        # What is switched once and for all at the first step, such as "checked", may change in the first bucket.
+        flags = {key for key in changed if self._calls == 0 and type(after[key]) is bool}
+        if changed - flags:
             raise TypeError(
-                f"{type(self.optimizer).__name__}.step() changes {', '.join(names)} of the optimizer itself, which "
-                "would change once for every bucket instead of once for every step; define how to step a bucket with "
-                "offbeat.register_overlapped"
+                f"{type(self.optimizer).__name__}.step() changes {', '.join(sorted(changed - flags))} of the optimizer "
+                "itself, which would change once for every bucket instead of once for every step; define how to step a "
+                "bucket with offbeat.register_overlapped"
             )
-        self._first = False
+        self._calls += 1
 
     def step_clipped(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Tensor) -> None:
         """Multiply gradients by a number and update the parameters.

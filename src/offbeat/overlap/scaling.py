@@ -51,12 +51,18 @@ class Scaling:
         """Whether ``scaler.update()`` has been called since then: the step has been skipped."""
         return self.is_finished and _torch.scaler_states(self.scaler) is not self._states
 
-    def begin(self) -> None:
-        """Called before the first gradient of a step is unscaled."""
+    def take_over(self) -> None:
+        """Have the scaler not leave unscaling to the optimizer's own step: gradients are unscaled before it.
+
+        Called when a backward pass brings its first gradient; a load since the last one may have changed this back.
+        """
         optimizer = self._optimizer()
         if optimizer is not None and _torch.takes_scaled_gradients(optimizer):
-            # The scaler must not leave unscaling to the optimizer's step: gradients are unscaled before it.
             _torch.mark_scaled(optimizer, False)
+
+    def begin(self) -> None:
+        """Called before the first gradient of a step is unscaled."""
+        self.take_over()
         scale = _torch.scale_of(self.scaler)
         if scale is None:
             raise RuntimeError(

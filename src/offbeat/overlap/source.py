@@ -42,7 +42,7 @@ class Source(ABC):
         """Hand on all buckets, full or not."""
 
     def parameters_changed(self) -> None:
-        """Called when parameters were added to the optimizer or removed from it."""
+        """Called when parameters were added to the optimizer or removed from it, frozen or unfrozen."""
         self._arrivals.cover(self.step.parameters.all)
 
     def begin_step(self) -> None:

@@ -78,7 +78,7 @@ class Step:
         return self.scaling is not None and self.scaling.is_over
 
     def refresh(self) -> bool:
-        """Read the optimizer's groups again; returns whether parameters were added or removed."""
+        """Read the optimizer's groups again; returns whether parameters were added, removed, frozen or unfrozen."""
         if not self.parameters.refresh():
             return False
         self._placeholders.keep({*map(id, self.parameters.all), *self.stepped})
@@ -96,6 +96,8 @@ class Step:
             self._failure = "a backward pass in a step pre-hook has added to gradients that were clipped already"
         self._has_gradients, self.is_finished = True, False
         self.in_step = False  # if the last optimizer.step() failed
+        if self.scaling is not None:
+            self.scaling.take_over()
         if self.hooks is not None:
             self.hooks.keep_order()
 
@@ -106,6 +108,8 @@ class Step:
         except RuntimeError:
             self._failure = "a backward pass that was not announced has added to gradients"
             raise
+        if self.scaling is not None:
+            self.scaling.take_over()
 
     @torch.no_grad()
     def bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor], now: Sequence[int] | None = None) -> bool:
