@@ -342,6 +342,19 @@ current_pass: Callable[[], int] = _get_or_raise("torch._C._current_graph_task_id
 RUN_BACKWARD: CodeType | None = getattr(_get("torch.autograd.graph._engine_run_backward"), "__code__", None)
 
 
+def is_creating_state() -> bool:
+    """Whether torch.distributed.checkpoint makes a step now, with zeros as gradients and as learning rates.
+
+    It does so when it saves or loads an optimizer without state, so that there is one.
+    """
+    found = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(found, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that runs in this thread."""
     _get_or_raise("torch.autograd.Variable._execution_engine.queue_callback", "overlap")(function)
@@ -819,6 +832,11 @@ PRIVATE: tuple[Private, ...] = (
             importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
         ),
         ("shards",),
+    ),
+    Private(
+        "torch.distributed.checkpoint.state_dict._init_optim_state",
+        "whether a step is made to create state for a checkpoint", "LocalSGD counts it as a step",
+        lambda: _has("torch.distributed.checkpoint.state_dict:_init_optim_state", "__code__"),
     ),
     Private(
         "ProcessGroup._device_types", "devices whose tensors a group can exchange",
