@@ -34,6 +34,7 @@ from tests.scenarios import Scenarios
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import ParallelismConfig
 
 from offbeat.integrations.accelerate import finish, prepare
@@ -69,6 +70,20 @@ def test_accumulation_without_ddp_is_announced():
     model, optimizer = prepare(accelerator, model, adamw(model.parameters()), overlap=TINY)
     train(accelerator, model, optimizer, batches(0, 6))
     assert_same(model, plain(0, 6, accumulate=2))
+
+
+def test_bf16():
+    found = []
+    for over in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = make()
+        objects = model, adamw(model.parameters())
+        wrapped, optimizer = prepare(accelerator, *objects, overlap=TINY) if over else accelerator.prepare(*objects)
+        assert train(accelerator, wrapped, optimizer, batches(0, 4)) == [over] * 4
+        found.append(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(*found)
 
 
 def test_accelerates_own_clipping_returns_the_norm():

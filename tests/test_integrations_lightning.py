@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.strategies import DataParallelStrategy
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
@@ -166,6 +168,21 @@ def test_bf16_mixed():
     assert_same(module.model, plain(0, 4, loss=autocast_loss))
 
 
+def test_bf16_mixed_in_fabric():
+    found = []
+    for over in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        model = make()
+        optimizer = adamw(model.parameters())
+        wrapped, optimizer = setup(fabric, model, optimizer, overlap=True) if over else fabric.setup(model, optimizer)
+        for x in batches(0, 4):
+            fabric.backward(loss_of(wrapped, x))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_16_mixed_with_a_scaler(clip):
     """Two steps of five overflow."""
@@ -215,6 +232,20 @@ def test_what_cannot_be_right_raises():
         fit(Module(), trainer(1, Offbeat(local_sgd=True), swa), 0, 1)
     with pytest.raises(ValueError, match="several Offbeat callbacks; give all features to one"):
         fit(Module(), trainer(1, Offbeat(overlap=True), Offbeat(local_sgd=True)), 0, 1)
+
+
+def test_what_cannot_be_right_raises_in_fabric():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = make()
+    model, optimizer = setup(fabric, model, adamw(model.parameters()), overlap={"clip_norm": 0.05})
+    fabric.backward(loss_of(model, batch(0, 0)))
+    for wrong in ({"clip_val": 0.1}, {"clip_val": 0.1, "max_norm": 0.05}, {}):
+        with pytest.raises(ValueError, match=r"fabric\.clip_gradients\(clip_val=\) cannot clip"):
+            fabric.clip_gradients(model, optimizer, **wrong)
+    with pytest.raises(ValueError, match="was set up with Fabric already"):
+        setup(fabric, make(), optimizer, overlap=True)
+    with pytest.raises(ValueError, match="offbeat does not know DataParallelStrategy"):
+        setup(SimpleNamespace(strategy=DataParallelStrategy()), make(), overlap=True)
 
 
 def test_a_checkpoint_of_other_ranks():
@@ -638,6 +669,8 @@ def fabric_with_fsdp2(rank, world):
             expected = plain(rank, 7, local=dimension == "tensor_parallel", every=4)
             for load in (False, True):
                 assert_equal(run(features, f"{folder}/{dimension}.ckpt", load=load), expected)
+        with pytest.raises(ValueError, match=r"sharded over a mesh of size 2 .*over a mesh of size 1 "):
+            run(features, f"{folder}/data_parallel.ckpt", load=True)
     strategy = FabricModelParallel(parallelize, 2, 1)
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[LightningEnvironment()])
     fabric.launch()

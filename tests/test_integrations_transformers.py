@@ -152,6 +152,19 @@ def test_gradients_are_used_during_backward_and_norms_are_logged():
     assert_same(model, reference(0, 6, accumulate=2))
 
 
+def test_bf16():
+    found = []
+    for over in (False, True):
+        model = gpt2()
+        one = trainer(model, 0, 1, 3, bf16=True)
+        if over:
+            attach(one, overlap=TINY)
+        assert one.accelerator.native_amp
+        assert run(one).used == [over] * 3
+        found.append(model)
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("clip", ["exact", "previous"])
 def test_max_grad_norm_becomes_clip_norm(clip):
     model = gpt2()

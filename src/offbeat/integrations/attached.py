@@ -80,9 +80,9 @@ class Attached:
         """Go on from :meth:`part`. Call it after the framework has loaded what it saved."""
         if "optimizer" in part:
             meshes = meshes_of(self.module)
-            if part["shards"] != places(meshes):
+            if (saved := part["shards"]) != places(meshes):
                 raise ValueError(
-                    f"the checkpoint is of a module that was sharded over {_in_words(part['shards'])}, and here it is "
+                    f"the checkpoint is of a module that was sharded over {_in_words(saved)}, and here it is "
                     f"sharded over {_in_words(places(meshes))}; shard it as it was, with as many ranks"
                 )
             self._plain().load_state_dict(unpack(part["module"], meshes))
@@ -164,8 +164,8 @@ def warn_of_plain_checkpoint() -> None:
 
 def _in_words(shards: list[Any]) -> str:
     """What :func:`offbeat.integrations.shards.places` has returned."""
-    found = [f"a mesh of {' x '.join(map(str, shape))} ranks (place {place})" for shape, place in shards]
-    return " and ".join(found) or "no ranks"
+    found = [f"a mesh of size {' x '.join(map(str, shape))} (place {place})" for shape, place in shards]
+    return " and ".join(found) or "no mesh"
 
 
 def _on_cpu(tree: Any) -> Any:
