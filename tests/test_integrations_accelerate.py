@@ -183,6 +183,14 @@ def replicas_with_accumulation_clipping_and_a_scheduler(rank, world):
     assert not differ(model)
     expected = plain(rank, 16, accumulate=2, clip=0.05, scheduler=decay, local=True, every=4, warmup=2)
     assert_same(model, expected)
+    accelerator = Accelerator(cpu=True)
+    model = make()
+    diloco = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
+    wrapped, optimizer = prepare(accelerator, model, adamw(model.parameters()), diloco=diloco)
+    train(accelerator, wrapped, optimizer, batches(rank, 8))
+    finish(optimizer)
+    outer = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
+    assert_close(model, plain(rank, 8, local=True, every=3, outer=outer))
 
 
 @scenario(2)

@@ -159,6 +159,36 @@ def test_manual_accumulation_is_announced_by_the_handle():
     assert_same(module.model, plain(0, 6, accumulate=2))
 
 
+class Gan(LightningModule):
+    """Each backward pass is for one of two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.makes = make()
+        self.judges = nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.makes.parameters()), adamw(self.judges.parameters())]
+
+    def training_step(self, x: torch.Tensor, index: int) -> None:
+        losses = (
+            lambda: -self.judges(self.makes(x)).mean(),
+            lambda: self.judges(self.makes(x).detach()).square().mean(),
+        )
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_passes_for_one_optimizer_at_a_time():
+    found = [fit(Gan(), trainer(1, *callbacks), 0, 4) for callbacks in ([], [Offbeat(overlap=True)])]
+    assert_same(*found)
+
+
 def test_bf16_mixed():
     def autocast_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -360,10 +390,8 @@ def windows_that_end_early_and_validation_in_between(rank, world):
 @scenario(2)
 def diloco_overlapped(rank, world):
     launched(rank, world)
-    diloco = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
-    module = fit(Module(), trainer(world, Offbeat(overlap=True, diloco=diloco)), rank, 8)
-    outer = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
-    expected = plain(rank, 8, local=True, every=3, outer=outer)
+    module = fit(Module(), trainer(world, Offbeat(overlap=True, diloco=DILOCO)), rank, 8)
+    expected = plain(rank, 8, local=True, every=3, outer=OUTER)
     for p, q in zip(module.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert not differ(module.model)
@@ -554,6 +582,8 @@ def manual_accumulation_under_ddp(rank, world):
                 optimizer.step()
                 optimizer.zero_grad()
 
+    with pytest.raises(RuntimeError, match=r"backward\(\) ran again before optimizer\.step\(\)"):
+        fit(Gan(), trainer(world, Offbeat(overlap=True), strategy="ddp_find_unused_parameters_true"), rank, 1)
     without = fit(Accumulates(), trainer(world), rank, 6)
     module = fit(Accumulates(), trainer(world, Offbeat(overlap=True)), rank, 6)
     assert_same(module.model, without.model)
@@ -678,6 +708,25 @@ def fabric_with_fsdp2(rank, world):
     _, optimizer = setup(fabric, model, adamw(model.parameters()), overlap=True)
     with pytest.raises(ValueError, match="EveryRank would be saved and never loaded"):
         EveryRank(optimizer)
+
+
+DILOCO: dict[str, Any] = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
+OUTER = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
+
+
+@scenario(2)
+def fabric_with_diloco(rank, world):
+    launched(rank, world)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", plugins=[LightningEnvironment()])
+    fabric.launch()
+    model = make()
+    wrapped, optimizer = setup(fabric, model, adamw(model.parameters()), diloco=DILOCO)
+    for x in batches(rank, 8):
+        fabric.backward(loss_of(wrapped, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+    assert_close(model, plain(rank, 8, local=True, every=3, outer=OUTER))
 
 
 @scenario(2)
