@@ -12,7 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["assert_same", "batch", "batches", "differ", "launched", "loss_of", "make", "plain", "shared_folder"]
+__all__ = [
+    "adamw",
+    "assert_close",
+    "assert_equal",
+    "assert_same",
+    "average",
+    "batch",
+    "batches",
+    "differ",
+    "launched",
+    "loss_of",
+    "make",
+    "plain",
+    "sharded_replicas",
+    "shared_folder",
+    "values",
+]
 
 
 def launched(rank: int, world: int) -> None:
@@ -132,6 +148,58 @@ def plain(
     if several and local and finish and step > warmup:
         agree()
     return model
+
+
+def sharded_replicas(
+    steps: int,
+    *,
+    model: Callable[[], nn.Module] = make,
+    loss: Any = loss_of,
+    data: Any = batch,
+    make_optimizer: Any = adamw,
+    clip: float,
+    every: int,
+    warmup: int = 0,
+) -> nn.Module:
+    """Two replicas of two ranks each, which average gradients among themselves, all in one process."""
+    models = [model(), model()]
+    optimizers = [make_optimizer(one.parameters()) for one in models]
+    pairs = list(zip(models[0].parameters(), models[1].parameters(), strict=True))
+    for step in range(steps):
+        for replica, one in enumerate(models):
+            for rank in (2 * replica, 2 * replica + 1):
+                (loss(one, data(rank, step)) / 2).backward()
+        for p, q in pairs if step < warmup else ():
+            assert p.grad is not None
+            assert q.grad is not None
+            p.grad = p.grad / 2 + q.grad / 2
+            q.grad = p.grad.clone()
+        for one, optimizer in zip(models, optimizers, strict=True):
+            nn.utils.clip_grad_norm_(one.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step + 1 == steps or (step >= warmup and (step - warmup) % every == 0):
+            for p, q in pairs:
+                p.data.copy_(p.data / 2 + q.data / 2)
+                q.data.copy_(p.data)
+    return models[0]
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    """The parameters, put together if they are sharded. Call it on every rank."""
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+
+
+def assert_equal(a: nn.Module, b: nn.Module) -> None:
+    """As :func:`assert_same`, for modules of which one may be sharded."""
+    for (name, _), p, q in zip(a.named_parameters(), values(a), values(b), strict=True):
+        assert torch.equal(p, q), f"{name} differs by {(p - q).abs().max().item()}"
+
+
+def assert_close(a: nn.Module, b: nn.Module) -> None:
+    """Where the order of a sum differs: the norm of sharded gradients."""
+    for p, q in zip(values(a), values(b), strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-6, atol=2e-6)
 
 
 def assert_same(a: nn.Module, b: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from offbeat.integrations import handle_of
 from offbeat.overlap.consumed import ConsumedGradient
 from tests.frameworks import (
     adamw,
+    assert_close,
+    assert_equal,
     assert_same,
     average,
     batch,
@@ -23,6 +26,7 @@ from tests.frameworks import (
     loss_of,
     make,
     plain,
+    sharded_replicas,
     shared_folder,
 )
 from tests.scenarios import Scenarios
@@ -30,8 +34,11 @@ from tests.scenarios import Scenarios
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import ParallelismConfig
 
 from offbeat.integrations.accelerate import finish, prepare
+from tests.accelerate_on_cpu import fsdp2, scaled, scaler
 
 scenario = Scenarios(__name__)
 
@@ -39,15 +46,19 @@ LOCAL: dict[str, Any] = {"every": 4, "warmup": 2, "subgroup": None}
 TINY = {"bucket_cap_mb": 1e-4}
 
 
-def train(accelerator: Any, model: Any, optimizer: Any, data: Any, clip: float | None = None) -> None:
-    """A loop as Accelerate's documentation has it."""
+def train(accelerator: Any, model: Any, optimizer: Any, data: Any, clip: float | None = None) -> list[bool]:
+    """A loop as Accelerate's documentation has it. Returns whether gradients were used before each step."""
+    used = []
     for x in data:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, x))
+            if accelerator.sync_gradients:
+                used.append(all(isinstance(p.grad, ConsumedGradient) for p in model.parameters()))
             if accelerator.sync_gradients and clip is not None:
                 accelerator.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
+    return used
 
 
 # In one process
@@ -59,6 +70,20 @@ def test_accumulation_without_ddp_is_announced():
     model, optimizer = prepare(accelerator, model, adamw(model.parameters()), overlap=TINY)
     train(accelerator, model, optimizer, batches(0, 6))
     assert_same(model, plain(0, 6, accumulate=2))
+
+
+def test_bf16():
+    found = []
+    for over in (False, True):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = make()
+        objects = model, adamw(model.parameters())
+        wrapped, optimizer = prepare(accelerator, *objects, overlap=TINY) if over else accelerator.prepare(*objects)
+        assert train(accelerator, wrapped, optimizer, batches(0, 4)) == [over] * 4
+        found.append(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert_same(*found)
 
 
 def test_accelerates_own_clipping_returns_the_norm():
@@ -158,6 +183,14 @@ def replicas_with_accumulation_clipping_and_a_scheduler(rank, world):
     assert not differ(model)
     expected = plain(rank, 16, accumulate=2, clip=0.05, scheduler=decay, local=True, every=4, warmup=2)
     assert_same(model, expected)
+    accelerator = Accelerator(cpu=True)
+    model = make()
+    diloco = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
+    wrapped, optimizer = prepare(accelerator, model, adamw(model.parameters()), diloco=diloco)
+    train(accelerator, wrapped, optimizer, batches(rank, 8))
+    finish(optimizer)
+    outer = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
+    assert_close(model, plain(rank, 8, local=True, every=3, outer=outer))
 
 
 @scenario(2)
@@ -228,6 +261,164 @@ def a_step_that_overflowed_was_skipped(rank, world):
         assert found == skipped, (found, skipped)
         assert accelerator.scaler.get_scale() == mine.get_scale()
         assert_same(other, model)
+
+
+@scenario(2)
+def fsdp2_overlapped_and_resumed(rank, world):
+    launched(rank, world)
+
+    def run(overlap: Any, load: str = "", save: str = "", clip: float | None = None, cls: Any = adamw) -> nn.Module:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = make(1 if load else 0)
+        objects = model, cls(model.parameters())
+        model, optimizer = prepare(accelerator, *objects, overlap=overlap) if overlap else accelerator.prepare(*objects)
+        if load:
+            accelerator.load_state(load)
+        used = [] if load else train(accelerator, model, optimizer, batches(rank, 4), clip)
+        if save:
+            accelerator.save_state(save)
+        used += train(accelerator, model, optimizer, batches(rank, 8)[4:], clip)
+        assert all(one is (overlap is True) for one in used)
+        return model
+
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731  # without any state
+    with shared_folder() as folder:
+        for kind, cls in (("FULL_STATE_DICT", adamw), ("SHARDED_STATE_DICT", adamw), ("SHARDED_STATE_DICT", sgd)):
+            path = f"{folder}/{kind}-{cls.__name__}"
+            expected = plain(rank, 8, accumulate=2, make_optimizer=cls)
+            with fsdp2(state_dict_type=kind):
+                assert_equal(run(True, save=path, cls=cls), expected)
+                assert_equal(run(True, load=path, cls=cls), expected)
+    with fsdp2():
+        assert_close(run({"clip_norm": 0.05}, clip=0.05), run(None, clip=0.05))
+
+
+@scenario(4)
+def replicas_that_are_sharded(rank, world):
+    """Two replicas of two ranks each, which average gradients among themselves."""
+    launched(rank, world)
+    clip = 0.05
+
+    def run(features: Any, load: str = "", save: str = "") -> nn.Module:
+        accelerator = Accelerator(cpu=True)
+        model = make(1 if load else 0)
+        model, optimizer = prepare(accelerator, model, adamw(model.parameters()), **features)
+        if load:
+            accelerator.load_state(load)
+        else:
+            train(accelerator, model, optimizer, batches(rank, 5), clip)
+        if save:
+            accelerator.save_state(save)
+            dist.barrier()
+        train(accelerator, model, optimizer, batches(rank, 7)[5:], clip)
+        finish(optimizer)
+        return model
+
+    kinds: list[tuple[Any, Any]] = [
+        ({"local_sgd": {"every": 3, "warmup": 2}}, sharded_replicas(7, clip=clip, every=3, warmup=2)),
+        ({"overlap": {"clip_norm": clip}, "local_sgd": {"every": 3}}, sharded_replicas(7, clip=clip, every=3)),
+        ({"diloco": {"every": 4, "fragments": 2, "delay": 1, "codec": "int8"}}, None),
+    ]
+    parallelism = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with shared_folder() as folder, fsdp2(parallelism):
+        for i, (features, expected) in enumerate(kinds):
+            whole = run(features, save=f"{folder}/{i}")
+            if expected is not None:
+                assert_close(whole, expected)
+            assert_equal(run(features, load=f"{folder}/{i}"), whole)
+        accelerator = Accelerator(cpu=True)
+        model = make()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about how Accelerate makes its mesh
+            prepared = accelerator.prepare(model, adamw(model.parameters()))
+        with pytest.raises(ValueError, match="prepared the model for an average of gradients over dp_replicate"):
+            prepare(accelerator, *prepared, local_sgd=True)
+    with fsdp2(parallelism, state_dict_type="SHARDED_STATE_DICT"):
+        accelerator = Accelerator(cpu=True)
+        model = make()
+        prepare(accelerator, model, adamw(model.parameters()), local_sgd=True)
+        with pytest.raises(ValueError, match="SHARDED_STATE_DICT, which saves each tensor from whichever replica"):
+            accelerator.save_state("nowhere")
+
+
+@scenario(2)
+def overlap_under_ddp_with_a_scaler(rank, world):
+    launched(rank, world)
+    found = []
+    for features in (None, {"overlap": {"clip_norm": 0.05}}):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        with scaled(accelerator, scaler(2.0**40)):
+            model = make()
+            objects = model, adamw(model.parameters())
+            wrapped, optimizer = (
+                prepare(accelerator, *objects, **features) if features else accelerator.prepare(*objects)
+            )
+            train(accelerator, wrapped, optimizer, batches(rank, 12), 0.05)
+        found.append((model, accelerator.scaler.get_scale()))
+    assert found[0][1] == found[1][1] < 2.0**39
+    assert_same(found[1][0], found[0][0])
+
+
+@scenario(2)
+def optimizers_prepared_in_two_calls(rank, world):
+    launched(rank, world)
+    with shared_folder() as folder:
+
+        def run(seed: int, steps: range, load: bool = False, save: bool = False) -> list[nn.Module]:
+            accelerator = Accelerator(cpu=True)
+            models = [make(seed), make(seed + 1)]
+            prepared = [prepare(accelerator, one, adamw(one.parameters()), local_sgd=LOCAL) for one in models]
+            if load:
+                accelerator.load_state(folder)
+            for wrapped, optimizer in prepared:
+                train(accelerator, wrapped, optimizer, [batch(rank, step) for step in steps])
+            if save:
+                accelerator.save_state(folder)
+                dist.barrier()
+            else:
+                finish(*(optimizer for _, optimizer in prepared))
+            return models
+
+        whole = run(0, range(9))
+        run(0, range(5), save=True)
+        for found, expected in zip(run(7, range(5, 9), load=True), whole, strict=True):
+            assert_same(found, expected)
+        accelerator = Accelerator(cpu=True)
+        one = make()
+        prepare(accelerator, one, adamw(one.parameters()), local_sgd=LOCAL)
+        accelerator._models *= 2  # else Accelerate itself finds a file too many, or one too few
+        with pytest.raises(ValueError, match="has parts of 2 optimizers, but offbeat has prepared 1"):
+            accelerator.load_state(folder)
+
+
+@scenario(2)
+def checkpoints_with_and_without_offbeat(rank, world):
+    launched(rank, world)
+    with shared_folder() as folder:
+
+        def run(features: Any, name: str, steps: range, *, load: bool = False) -> nn.Module:
+            accelerator = Accelerator(cpu=True)
+            model = make(1 if load else 0)
+            objects = model, adamw(model.parameters())
+            wrapped, optimizer = (
+                prepare(accelerator, *objects, **features) if features else accelerator.prepare(*objects)
+            )
+            if load:
+                accelerator.load_state(f"{folder}/{name}")
+            train(accelerator, wrapped, optimizer, [batch(rank, step) for step in steps])
+            if not load:
+                accelerator.save_state(f"{folder}/{name}")
+                dist.barrier()
+            finish(optimizer)
+            return model
+
+        local = {"local_sgd": {**LOCAL, "warmup": 0}}
+        run({}, "plain", range(3))
+        with pytest.warns(UserWarning, match="the checkpoint was saved without offbeat"):
+            found = run(local, "plain", range(3, 9), load=True)
+        assert_same(found, plain(rank, 9, local=True, every=4, warmup=3))
+        run({"local_sgd": LOCAL}, "replicas", range(2))  # still in warm-up, so that ranks are equal
+        assert_same(run({}, "replicas", range(2, 5), load=True), plain(rank, 5))
 
 
 @scenario(2)

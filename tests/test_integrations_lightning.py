@@ -5,24 +5,41 @@ from __future__ import annotations
 import logging
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from offbeat.integrations import handle_of
 from offbeat.integrations.attached import rank_to_load
 from offbeat.overlap.consumed import ConsumedGradient
-from tests.frameworks import adamw, assert_same, batch, batches, differ, launched, loss_of, make, plain, shared_folder
+from tests.frameworks import (
+    adamw,
+    assert_close,
+    assert_equal,
+    assert_same,
+    average,
+    batch,
+    batches,
+    differ,
+    launched,
+    loss_of,
+    make,
+    plain,
+    shared_folder,
+)
 from tests.scenarios import Scenarios
 
 pytest.importorskip("lightning")
 
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.fabric.strategies import DataParallelStrategy
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -142,6 +159,36 @@ def test_manual_accumulation_is_announced_by_the_handle():
     assert_same(module.model, plain(0, 6, accumulate=2))
 
 
+class Gan(LightningModule):
+    """Each backward pass is for one of two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.makes = make()
+        self.judges = nn.Linear(3, 1)
+
+    def configure_optimizers(self) -> Any:
+        return [adamw(self.makes.parameters()), adamw(self.judges.parameters())]
+
+    def training_step(self, x: torch.Tensor, index: int) -> None:
+        losses = (
+            lambda: -self.judges(self.makes(x)).mean(),
+            lambda: self.judges(self.makes(x).detach()).square().mean(),
+        )
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(loss())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+
+def test_passes_for_one_optimizer_at_a_time():
+    found = [fit(Gan(), trainer(1, *callbacks), 0, 4) for callbacks in ([], [Offbeat(overlap=True)])]
+    assert_same(*found)
+
+
 def test_bf16_mixed():
     def autocast_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -149,6 +196,21 @@ def test_bf16_mixed():
 
     module = fit(Module(), trainer(1, Offbeat(overlap=True), precision="bf16-mixed"), 0, 4)
     assert_same(module.model, plain(0, 4, loss=autocast_loss))
+
+
+def test_bf16_mixed_in_fabric():
+    found = []
+    for over in (False, True):
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        model = make()
+        optimizer = adamw(model.parameters())
+        wrapped, optimizer = setup(fabric, model, optimizer, overlap=True) if over else fabric.setup(model, optimizer)
+        for x in batches(0, 4):
+            fabric.backward(loss_of(wrapped, x))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
@@ -195,6 +257,25 @@ def test_what_cannot_be_right_raises():
         Offbeat(local_sgd=8)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="bucket_cap_mib"):
         fit(Module(), trainer(1, Offbeat(overlap={"bucket_cap_mib": 1})), 0, 1)
+    swa = StochasticWeightAveraging(0.05)
+    with pytest.raises(ValueError, match="StochasticWeightAveraging keeps an average of the weights of each replica"):
+        fit(Module(), trainer(1, Offbeat(local_sgd=True), swa), 0, 1)
+    with pytest.raises(ValueError, match="several Offbeat callbacks; give all features to one"):
+        fit(Module(), trainer(1, Offbeat(overlap=True), Offbeat(local_sgd=True)), 0, 1)
+
+
+def test_what_cannot_be_right_raises_in_fabric():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = make()
+    model, optimizer = setup(fabric, model, adamw(model.parameters()), overlap={"clip_norm": 0.05})
+    fabric.backward(loss_of(model, batch(0, 0)))
+    for wrong in ({"clip_val": 0.1}, {"clip_val": 0.1, "max_norm": 0.05}, {}):
+        with pytest.raises(ValueError, match=r"fabric\.clip_gradients\(clip_val=\) cannot clip"):
+            fabric.clip_gradients(model, optimizer, **wrong)
+    with pytest.raises(ValueError, match="was set up with Fabric already"):
+        setup(fabric, make(), optimizer, overlap=True)
+    with pytest.raises(ValueError, match="offbeat does not know DataParallelStrategy"):
+        setup(SimpleNamespace(strategy=DataParallelStrategy()), make(), overlap=True)
 
 
 def test_a_checkpoint_of_other_ranks():
@@ -216,6 +297,22 @@ def test_a_failed_run_leaves_nothing_behind():
         fit(module, one, 0, 3)
     assert one.gradient_clip_val == 1.0
     assert all(not p._post_accumulate_grad_hooks for p in module.parameters())
+
+
+def test_a_checkpoint_that_was_only_tested_is_not_gone_on_from(tmp_path):
+    class Tests(ByStep):
+        def test_step(self, x: torch.Tensor, index: int) -> None:
+            pass
+
+    options = {"gradient_clip_val": 0.05}
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    one = trainer(1, Offbeat(overlap={"clip": "previous"}), checkpoint, enable_checkpointing=True, **options)
+    whole = fit(Tests(), one, 0, 2)
+    (path,) = tmp_path.glob("*.ckpt")
+    callback = Offbeat(overlap={"clip": "previous"})
+    again = trainer(1, callback, **options)
+    again.test(Tests(), DataLoader(batches(0, 1), batch_size=None), ckpt_path=path, verbose=False)
+    assert_same(fit(Tests(), again, 0, 2).model, whole.model)
 
 
 # In two processes
@@ -257,12 +354,44 @@ def replicas_with_the_trainers_clipping_and_scheduler(rank, world):
 
 
 @scenario(2)
+def windows_that_end_early_and_validation_in_between(rank, world):
+    launched(rank, world)
+
+    class Validated(Module):
+        def validation_step(self, x: torch.Tensor, index: int) -> None:
+            self.log("steps", float(self.global_step), sync_dist=True)
+
+        def predict_step(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            return self.model(x)
+
+    others = DataLoader(batches(7, 2), batch_size=None)
+    local = {"local": True, "every": 4, "warmup": 2}
+    for kind in ({"local_sgd": LOCAL}, {"overlap": True, "local_sgd": LOCAL}):
+        # Validation comes in the middle of windows and of periods, and the last window has two batches.
+        module = Validated()
+        one = trainer(world, Offbeat(**kind), accumulate_grad_batches=3, val_check_interval=4, gradient_clip_val=0.05)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one.fit(module, DataLoader(batches(rank, 20), batch_size=None), others)
+            one.validate(module, others, verbose=False)
+            one.predict(module, others)
+        assert_same(module.model, plain(rank, 20, accumulate=3, clip=0.05, **local))
+        # Training is stopped from outside, in the middle of a period.
+        module = Validated()
+        stop = EarlyStopping("steps", patience=2, mode="min")
+        one = trainer(world, Offbeat(**kind), stop, val_check_interval=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one.fit(module, DataLoader(batches(rank, 20), batch_size=None), others)
+        assert one.global_step == 6
+        assert_same(module.model, plain(rank, 6, **local))
+
+
+@scenario(2)
 def diloco_overlapped(rank, world):
     launched(rank, world)
-    diloco = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
-    module = fit(Module(), trainer(world, Offbeat(overlap=True, diloco=diloco)), rank, 8)
-    outer = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
-    expected = plain(rank, 8, local=True, every=3, outer=outer)
+    module = fit(Module(), trainer(world, Offbeat(overlap=True, diloco=DILOCO)), rank, 8)
+    expected = plain(rank, 8, local=True, every=3, outer=OUTER)
     for p, q in zip(module.model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
     assert not differ(module.model)
@@ -329,32 +458,25 @@ def the_last_norm_is_resumed(rank, world):
 
 
 @scenario(2)
-def overflow_on_one_rank_with_replicas(rank, world):
+def overflow_with_overlap_and_on_one_rank_with_replicas(rank, world):
     launched(rank, world)
 
     def scaler() -> torch.amp.GradScaler:
         # The first rank's scale is too large for two steps.
         return torch.amp.GradScaler("cpu", init_scale=2.0 ** (40 if rank == 0 else 8), growth_interval=100)
 
-    clip, model, mine = 0.05, make(), scaler()
-    optimizer = adamw(model.parameters())
-    for step in range(6):
-        with torch.autocast("cpu", torch.half, cache_enabled=False):
-            loss = loss_of(model, batch(rank, step))
-        mine.scale(loss).backward()
-        mine.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
-        mine.step(optimizer)
-        mine.update()
-        optimizer.zero_grad()
-        if step in (0, 4, 5):
-            for p in model.parameters():
-                p.data.div_(2)
-                dist.all_reduce(p.data)
+    model, mine = alone(rank, scaler())
+    shared = [torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2) for _ in range(2)]
+    modules = []
+    for one, callbacks in zip(shared, ([], [Offbeat(overlap=True)]), strict=True):
+        plugin = MixedPrecision("16-mixed", "cpu", one)
+        modules.append(fit(Module(), trainer(world, *callbacks, plugins=[plugin], gradient_clip_val=0.05), rank, 6))
+    assert shared[0].get_scale() == shared[1].get_scale() < 2.0**40
+    assert_same(modules[1].model, modules[0].model)
     theirs = scaler()
     features = {"local_sgd": {**LOCAL, "warmup": 0}}
     plugin = MixedPrecision("16-mixed", "cpu", theirs)
-    module = fit(Module(), trainer(world, Offbeat(**features), plugins=[plugin], gradient_clip_val=clip), rank, 6)
+    module = fit(Module(), trainer(world, Offbeat(**features), plugins=[plugin], gradient_clip_val=0.05), rank, 6)
     assert theirs.get_scale() == mine.get_scale()
     assert_same(module.model, model)
 
@@ -392,7 +514,7 @@ def fsdp2_overlapped_and_resumed(rank, world):
         clipped = fit(Sharded(), one(Offbeat(overlap=True), gradient_clip_val=0.05), rank, 6)
         for a, b in zip(values(clipped), values(fit(Sharded(), one(gradient_clip_val=0.05), rank, 6)), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
-        with pytest.raises(ValueError, match="ModelParallelStrategy saves one replica"):
+        with pytest.raises(ValueError, match="a checkpoint would be a mixture of replicas"):
             fit(Sharded(), one(Offbeat(local_sgd=True), enable_checkpointing=True), rank, 1)
 
 
@@ -401,18 +523,50 @@ def replicas_of_a_sharded_module(rank, world):
     """Two replicas, each sharded over a mesh of one rank."""
     launched(rank, world)
 
-    class Sharded(Module):
+    class Sharded(ByStep):
         def configure_model(self) -> None:
-            for layer in (self.model[0], self.model[2], self.model):
-                fully_shard(layer, mesh=self.device_mesh["tensor_parallel"])
+            if not hasattr(self.model[0], "unshard"):
+                for layer in (self.model[0], self.model[2], self.model):
+                    fully_shard(layer, mesh=self.device_mesh["tensor_parallel"])
 
-    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    options = {"overlap": True, "local_sgd": {"every": 4, "subgroup": None}}
-    module = fit(Sharded(), trainer(world, Offbeat(**options), strategy=strategy), rank, 7)
+    def one(*callbacks: Any, **options: Any) -> Trainer:
+        strategy = ModelParallelStrategy(2, 1, save_distributed_checkpoint=False)
+        return trainer(world, *callbacks, strategy=strategy, **options)
+
+    local = {"every": 4, "subgroup": None}
+    module = fit(Sharded(), one(Offbeat(overlap=True, local_sgd=local)), rank, 7)
     assert module.used == [True] * 7
-    expected = plain(rank, 7, local=True, every=4)
-    for p, q in zip(module.model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(p.full_tensor(), q)
+    assert_equal(module.model, plain(rank, 7, local=True, every=4))
+    # In warm-up gradients are averaged before Lightning clips them.
+    warm = {**local, "warmup": 3}
+    module = fit(Sharded(), one(Offbeat(local_sgd=warm), gradient_clip_val=0.05), rank, 7)
+    assert_close(module.model, plain(rank, 7, clip=0.05, local=True, every=4, warmup=3))
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731  # without any state
+    with shared_folder() as folder:
+        diloco = {"every": 4, "fragments": 2, "delay": 1, "codec": "int8"}
+        kinds = [
+            (adamw, {"local_sgd": warm}),
+            (adamw, {"overlap": True, "diloco": diloco}),
+            (sgd, {"local_sgd": local}),
+        ]
+        for i, (cls, features) in enumerate(kinds):
+            checkpoint = ModelCheckpoint(f"{folder}/{i}", every_n_train_steps=5, save_top_k=-1)
+            first = one(Offbeat(**features), checkpoint, enable_checkpointing=True)
+            whole = fit(Sharded(optimizer=cls), first, rank, 9)
+            if cls is sgd:  # saving changes nothing, although there is no state to save
+                assert_equal(whole.model, plain(rank, 9, make_optimizer=sgd, local=True, every=4))
+            (path,) = Path(folder, str(i)).glob("*.ckpt")
+            saved = torch.load(path, weights_only=True)
+            assert set(saved["optimizer_states"][0]) == {"state", "param_groups"}
+            if cls is adamw:  # Lightning cannot load its own checkpoint of an optimizer without state
+                resumed = fit(Sharded(make(1), cls), one(Offbeat(**features)), rank, 9, ckpt_path=path)
+                assert_equal(resumed.model, whole.model)
+    module = Sharded()
+    distributed = ModelParallelStrategy(2, 1)
+    last = trainer(world, Offbeat(local_sgd=local), strategy=distributed)
+    fit(module, last, rank, 1)
+    with pytest.raises(ValueError, match="a checkpoint would be a mixture of replicas"):
+        last.save_checkpoint("nowhere")
 
 
 @scenario(2)
@@ -428,6 +582,8 @@ def manual_accumulation_under_ddp(rank, world):
                 optimizer.step()
                 optimizer.zero_grad()
 
+    with pytest.raises(RuntimeError, match=r"backward\(\) ran again before optimizer\.step\(\)"):
+        fit(Gan(), trainer(world, Offbeat(overlap=True), strategy="ddp_find_unused_parameters_true"), rank, 1)
     without = fit(Accumulates(), trainer(world), rank, 6)
     module = fit(Accumulates(), trainer(world, Offbeat(overlap=True)), rank, 6)
     assert_same(module.model, without.model)
@@ -449,6 +605,128 @@ def fabric_with_clipping_and_accumulation(rank, world):
             assert torch.equal(norm, handle_of(optimizer).last_norm)
             optimizer.zero_grad()
     assert_same(model, wanted)
+
+
+@scenario(2)
+def fabric_scales_the_loss(rank, world):
+    """Fabric makes a scaler for GPUs; one for the CPU is put in. With replicas, the first rank's steps overflow."""
+    launched(rank, world)
+
+    def scaler(scale: float) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+
+    def run(scale: float, features: Any) -> tuple[nn.Module, Any]:
+        mine = scaler(scale)
+        plugins = [LightningEnvironment(), FabricMixedPrecision("16-mixed", "cpu", mine)]
+        fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", plugins=plugins)
+        fabric.launch()
+        model = make()
+        optimizer = adamw(model.parameters())
+        wrapped, optimizer = setup(fabric, model, optimizer, **features) if features else fabric.setup(model, optimizer)
+        for x in batches(rank, 6):
+            fabric.backward(loss_of(wrapped, x))
+            fabric.clip_gradients(wrapped, optimizer, max_norm=0.05, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+        if features and "local_sgd" in features:
+            optimizer.finish()
+        return model, mine
+
+    model, mine = run(2.0**40, {"overlap": {"clip_norm": 0.05}})
+    expected, other = run(2.0**40, None)
+    assert mine.get_scale() == other.get_scale() < 2.0**40
+    assert_same(model, expected)
+    scale = 2.0 ** (40 if rank == 0 else 8)
+    for overlap in ({}, {"overlap": {"clip_norm": 0.05}}):
+        found, mine = run(scale, {**overlap, "local_sgd": {**LOCAL, "warmup": 0}})
+        expected, other = alone(rank, scaler(scale))
+        assert mine.get_scale() == other.get_scale()
+        assert_same(found, expected)
+
+
+def alone(rank: int, scaler: Any) -> tuple[nn.Module, Any]:
+    """Replicas with a scaler each, in plain PyTorch."""
+    model = make()
+    optimizer = adamw(model.parameters())
+    for step in range(6):
+        with torch.autocast("cpu", torch.half, cache_enabled=False):
+            loss = loss_of(model, batch(rank, step))
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step in (0, 4, 5):
+            average([p.data for p in model.parameters()])
+    return model, scaler
+
+
+@scenario(2)
+def fabric_with_fsdp2(rank, world):
+    launched(rank, world)
+
+    def run(features: Any, path: str, *, load: bool) -> nn.Module:
+        strategy = FabricModelParallel(parallelize, 2, 1, save_distributed_checkpoint=False)
+        fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[LightningEnvironment()])
+        fabric.launch()
+        model = fabric.setup_module(make(int(load)))
+        model, optimizer = setup(fabric, model, adamw(model.parameters()), **features)
+        state = {"model": model, "offbeat": EveryRank(optimizer)}
+        if load:
+            fabric.load(path, state)
+        for i in range(5 if load else 0, 7):
+            if i == 5 and not load:
+                fabric.save(path, state)
+            with fabric.no_backward_sync(model, enabled=False):
+                fabric.backward(loss_of(model, batch(rank, i)))
+            optimizer.step()
+            optimizer.zero_grad()
+        if "local_sgd" in features:
+            optimizer.finish()
+        return model
+
+    def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh[dimension])
+        return model
+
+    with shared_folder() as folder:
+        for dimension, features in (
+            ("data_parallel", {"overlap": True}),
+            ("tensor_parallel", {"overlap": True, "local_sgd": {"every": 4, "subgroup": None}}),
+        ):
+            expected = plain(rank, 7, local=dimension == "tensor_parallel", every=4)
+            for load in (False, True):
+                assert_equal(run(features, f"{folder}/{dimension}.ckpt", load=load), expected)
+        with pytest.raises(ValueError, match=r"sharded over a mesh of size 2 .*over a mesh of size 1 "):
+            run(features, f"{folder}/data_parallel.ckpt", load=True)
+    strategy = FabricModelParallel(parallelize, 2, 1)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=[LightningEnvironment()])
+    fabric.launch()
+    model = fabric.setup_module(make())
+    _, optimizer = setup(fabric, model, adamw(model.parameters()), overlap=True)
+    with pytest.raises(ValueError, match="EveryRank would be saved and never loaded"):
+        EveryRank(optimizer)
+
+
+DILOCO: dict[str, Any] = {"every": 3, "outer_lr": 0.5, "outer_momentum": 0.9, "subgroup": None}
+OUTER = {"lr": 0.5, "momentum": 0.9, "nesterov": True}
+
+
+@scenario(2)
+def fabric_with_diloco(rank, world):
+    launched(rank, world)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy="ddp", plugins=[LightningEnvironment()])
+    fabric.launch()
+    model = make()
+    wrapped, optimizer = setup(fabric, model, adamw(model.parameters()), diloco=DILOCO)
+    for x in batches(rank, 8):
+        fabric.backward(loss_of(wrapped, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.finish()
+    assert_close(model, plain(rank, 8, local=True, every=3, outer=OUTER))
 
 
 @scenario(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import math
 import tempfile
 import warnings
 from typing import Any
@@ -14,15 +15,27 @@ import torch.distributed as dist
 from torch import nn
 
 from offbeat.overlap.consumed import ConsumedGradient
-from tests.frameworks import assert_same, differ, launched, plain, shared_folder
+from tests.frameworks import (
+    assert_equal,
+    assert_same,
+    average,
+    differ,
+    launched,
+    plain,
+    sharded_replicas,
+    shared_folder,
+)
 from tests.scenarios import Scenarios
 
 pytest.importorskip("transformers")
 
+from accelerate.utils import ParallelismConfig
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from offbeat.integrations.transformers import attach
+from tests.accelerate_on_cpu import fsdp2, scaled, scaler
 
 logging.set_verbosity_error()
 scenario = Scenarios(__name__)
@@ -102,9 +115,10 @@ def trainer(
         **options,
     }
     args = TrainingArguments(**arguments)
-    optimizer = adamw(model.parameters())
     rows = data(rank, number, world)
-    return InOrder(model, args, train_dataset=rows, eval_dataset=evaluate, optimizers=(optimizer, None))
+    # With FSDP the Trainer wants to make the optimizer itself.
+    optimizers = (None if "optim" in options else adamw(model.parameters()), None)
+    return InOrder(model, args, train_dataset=rows, eval_dataset=evaluate, optimizers=optimizers)
 
 
 def run(one: Trainer, **options: Any) -> Spy:
@@ -136,6 +150,19 @@ def test_gradients_are_used_during_backward_and_norms_are_logged():
     assert spy.norms == same.norms
     assert_same(model, plainly)
     assert_same(model, reference(0, 6, accumulate=2))
+
+
+def test_bf16():
+    found = []
+    for over in (False, True):
+        model = gpt2()
+        one = trainer(model, 0, 1, 3, bf16=True)
+        if over:
+            attach(one, overlap=TINY)
+        assert one.accelerator.native_amp
+        assert run(one).used == [over] * 3
+        found.append(model)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("clip", ["exact", "previous"])
@@ -170,6 +197,10 @@ def test_what_cannot_be_right_raises():
         attach(trainer(gpt2(), 0, 1, 1), overlap={"clip": "previous"})
     with pytest.raises(ValueError, match="no feature is turned on"):
         attach(trainer(gpt2(), 0, 1, 1))
+    one = trainer(gpt2(), 0, 1, 1)
+    attach(one, overlap=True)
+    with pytest.raises(ValueError, match="attached to this Trainer already; give all features to one call"):
+        attach(one, local_sgd=True)
 
 
 # In two processes
@@ -195,10 +226,12 @@ def overlap_under_ddp(rank, world):
 @scenario(2)
 def replicas_with_the_trainers_clipping(rank, world):
     launched(rank, world)
-    model = gpt2()
-    one = trainer(model, rank, world, 16, max_grad_norm=0.1, gradient_accumulation_steps=2)
+    model, others = gpt2(), data(rank, 2, world)
+    more = {"evaluate": others, "eval_strategy": "steps", "eval_steps": 1}  # in the middle of periods too
+    one = trainer(model, rank, world, 16, max_grad_norm=0.1, gradient_accumulation_steps=2, **more)
     attach(one, local_sgd=LOCAL)
     run(one)
+    one.predict(others)
     assert_same(model, reference(rank, 16, accumulate=2, clip=0.1, local=True, every=4, warmup=2))
     assert not differ(model)
 
@@ -231,6 +264,107 @@ def resume_is_exact_in_the_middle_of_a_period(rank, world):
             run(one, resume_from_checkpoint=True)
         assert_same(resumed, whole)
         assert not differ(resumed)
+
+
+@scenario(2)
+def the_loss_is_scaled(rank, world):
+    """Accelerate scales the loss on GPUs only; a scaler is put in. With replicas, the first rank's steps overflow."""
+    launched(rank, world)
+
+    def trained(scale: float, **features: Any) -> tuple[nn.Module, Any, Spy]:
+        model = gpt2()
+        one = trainer(model, rank, world, 6, max_grad_norm=0.1)
+        if features:
+            attach(one, **features)
+        with scaled(one.accelerator, scaler(scale)):
+            spy = run(one)
+        return model, one.accelerator.scaler, spy
+
+    model, mine, spy = trained(2.0**18, overlap=True)
+    expected, other, plainly = trained(2.0**18)
+    assert mine.get_scale() == other.get_scale() < 2.0**18
+    assert str(spy.norms) == str(plainly.norms)  # the first are not finite
+    assert_same(model, expected)
+    scale = 2.0 ** (18 if rank == 0 else 8)
+    model, mine, _ = trained(scale, local_sgd={"every": 4, "subgroup": None})
+    expected, other = gpt2(), scaler(scale)
+    optimizer = adamw(expected.parameters())
+    for step in range(6):
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(expected, tokens(rank, step))
+        other.scale(loss.float()).backward()
+        other.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        other.step(optimizer)
+        other.update()
+        optimizer.zero_grad()
+        if step in (0, 4, 5):
+            average([p.data for p in expected.parameters()])
+    assert mine.get_scale() == other.get_scale()
+    assert (mine.get_scale() < scale) == (rank == 0)
+    assert_same(model, expected)
+
+
+OWN: dict[str, Any] = {"optim": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.0}
+
+
+@scenario(2)
+def fsdp2_by_transformers_itself(rank, world):
+    launched(rank, world)
+    with shared_folder() as folder:
+        if rank == 0:
+            gpt2().save_pretrained(folder)
+        dist.barrier()
+        found = []
+        for features in (None, {"overlap": True}):
+            model = GPT2LMHeadModel.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=world))
+            one = trainer(model, rank, world, 7, gradient_accumulation_steps=2, **OWN)
+            if features:
+                attach(one, **features)
+            spy = run(one)
+            assert spy.used == [features is not None] * 4
+            found.append((model, spy))
+    assert_equal(found[1][0], found[0][0])
+    norms = [torch.tensor(spy.norms) for _, spy in found]
+    torch.testing.assert_close(norms[1], norms[0], rtol=2e-6, atol=0)
+
+
+@scenario(2)
+def fsdp2_through_accelerate_is_resumed(rank, world):
+    launched(rank, world)
+
+    def trained(*, resume: bool = False, attached: bool = True, **more: Any) -> nn.Module:
+        one = trainer(gpt2(int(resume)), rank, world, 6, **OWN, **more)
+        if attached:
+            attach(one, overlap=True)
+        spy = run(one, resume_from_checkpoint=resume or None)
+        assert all(used is attached for used in spy.used)
+        return one.model
+
+    with shared_folder() as folder, fsdp2(auto_wrap_policy="transformer_based_wrap"):
+        whole = trained(folder=folder, save_strategy="steps", save_steps=4)
+        assert_equal(whole, trained(attached=False))
+        assert_equal(trained(resume=True, folder=folder), whole)
+
+
+@scenario(4)
+def replicas_that_are_sharded(rank, world):
+    launched(rank, world)
+    features = {"local_sgd": {"every": 3, "warmup": 2}}
+
+    def trained(*, resume: bool = False, **more: Any) -> nn.Module:
+        one = trainer(gpt2(int(resume)), rank, world, 7, **OWN, **more)
+        attach(one, **features)
+        run(one, resume_from_checkpoint=resume or None)
+        return one.model
+
+    make_optimizer = functools.partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
+    problem: dict[str, Any] = {"model": gpt2, "loss": loss_of, "data": tokens, "make_optimizer": make_optimizer}
+    parallelism = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    with shared_folder() as folder, fsdp2(parallelism, auto_wrap_policy="transformer_based_wrap"):
+        whole = trained(folder=folder, save_strategy="steps", save_steps=4)
+        assert_equal(whole, sharded_replicas(7, clip=math.inf, every=3, warmup=2, **problem))
+        assert_equal(trained(resume=True, folder=folder), whole)
 
 
 @scenario(2)

@@ -863,3 +863,25 @@ def test_a_replica_alone_at_a_level_above_an_outer_optimizer():
     (alone,), several = replicas(1, run), replicas(2, run)
     for one in several:
         torch.testing.assert_close(alone, one, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_that_a_checkpoint_makes_is_not_counted():
+    """torch.distributed.checkpoint steps optimizers without state, with gradients of zero, to see what they keep."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    def run(saves):
+        def train_and_save(rank, peers):
+            model = build()
+            plain = torch.optim.SGD(model.parameters(), lr=0.1)  # never has any
+            replica = offbeat.LocalSGD(plain, model, every=3, warmup=1, group=peers, subgroup=None)
+            for step in range(6):
+                if saves:
+                    get_optimizer_state_dict(model, replica)
+                train(model, replica, [step], rank)
+            return flat(model), replica.steps, replica.syncs
+
+        return replicas(2, train_and_save)
+
+    for (found, *counts), (expected, *others) in zip(run(True), run(False), strict=True):
+        assert counts == others == [6, 2]
+        assert torch.equal(found, expected)

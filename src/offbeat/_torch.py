@@ -356,6 +356,20 @@ current_pass: Callable[[], int] = _get_or_raise("torch._C._current_graph_task_id
 RUN_BACKWARD: CodeType | None = getattr(_get("torch.autograd.graph._engine_run_backward"), "__code__", None)
 
 
+def is_creating_state() -> bool:
+    """Whether torch.distributed.checkpoint makes a step now, with zeros as gradients and as learning rates.
+
+    It does so when it saves or loads an optimizer without state, so that there is one. Such a step must not count:
+    https://github.com/pytorch/pytorch/issues/164929.
+    """
+    found = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    code = getattr(getattr(found, "_init_optim_state", None), "__code__", None)
+    frame = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 def queue_callback(function: Callable[[], None]) -> None:
     """Call a function at the end of the backward pass that runs in this thread."""
     _get_or_raise("torch.autograd.Variable._execution_engine.queue_callback", "overlap")(function)
@@ -443,7 +457,6 @@ def untraced(function: Function) -> Function:
 
 
 _AMP = "_step_supports_amp_scaling"
-_DCP, _ASKS_FOR_STATE = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
 
 
 def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
@@ -470,21 +483,6 @@ def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable
         return func(self, *args, **kwargs)
 
     return step
-
-
-def is_asked_for_state() -> bool:
-    """Whether ``torch.distributed.checkpoint`` makes this step, with gradients of zero, only to have state allocated.
-
-    Such a step must not count: https://github.com/pytorch/pytorch/issues/164929.
-    """
-    frame: Any = sys._getframe(1)
-    for _ in range(16):  # wrappers of schedulers and of other optimizers may be in between
-        if frame is None:
-            return False
-        if frame.f_code.co_name == _ASKS_FOR_STATE and frame.f_globals.get("__name__") == _DCP:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def step_pre_hooks(optimizer: Any) -> Any:
@@ -728,11 +726,6 @@ PRIVATE: tuple[Private, ...] = (
     _PROFILER,
     _STEP_HOOKS,
     Private(
-        "torch.distributed.checkpoint.state_dict._init_optim_state",
-        "that a step is made only to have state allocated", "such a step counts as any other",
-        lambda: "step" in getattr(_module(_DCP), _ASKS_FOR_STATE).__code__.co_names,
-    ),
-    Private(
         "torch._disable_dynamo", "keeping torch.compile out of a step", "import offbeat imports torch's compiler, too",
         lambda: callable(_get("torch._disable_dynamo")),
     ),
@@ -869,6 +862,11 @@ PRIVATE: tuple[Private, ...] = (
             importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
         ),
         ("shards",),
+    ),
+    Private(
+        "torch.distributed.checkpoint.state_dict._init_optim_state",
+        "whether a step is made to create state for a checkpoint", "such a step counts as any other",
+        lambda: _has("torch.distributed.checkpoint.state_dict:_init_optim_state", "__code__"),
     ),
     Private(
         "ProcessGroup._device_types", "devices whose tensors a group can exchange",

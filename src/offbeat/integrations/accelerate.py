@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from offbeat.integrations.attached import Attached, rank_and_world, rank_to_load, warn_of_plain_checkpoint
-from offbeat.integrations.clipping import answer_clip, overlapped_among
+from offbeat.integrations.clipping import answer_clip, attached_with, overlapped_among
 from offbeat.integrations.features import Features, Options
 from offbeat.integrations.handles import is_replica
+from offbeat.integrations.shards import meshes_of
 
 try:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -23,7 +26,16 @@ except ImportError as error:
         'offbeat.integrations.accelerate needs Accelerate; install it with pip install "offbeat[integrations]"'
     ) from error
 
-__all__ = ["attach_prepared", "finish", "prepare"]
+__all__ = [
+    "attach_prepared",
+    "check_saves_one_file",
+    "check_type",
+    "finish",
+    "load_parts",
+    "prepare",
+    "save_parts",
+    "sharded_inside_replicas",
+]
 
 
 def prepare(
@@ -65,18 +77,22 @@ def prepare(
     ``accelerator.save_state`` saves every rank's part beside the rest (``offbeat_0.pt``, ``offbeat_1.pt``, ...), and
     ``load_state`` goes on exactly. ``optimizer.bin`` is that of the plain optimizer of the first rank.
 
-    Limits: DDP and a single process.
+    With FSDP2 and ``ParallelismConfig(dp_replicate_size=R, dp_shard_size=S)`` there are R replicas, each sharded over S
+    ranks: replicas agree now and then, instead of averaging gradients at every step.
+
+    Limits: DDP, FSDP2 and a single process.
     """
     features = Features(overlap=overlap, local_sgd=local_sgd, slowmo=slowmo, diloco=diloco, replica=replica)
-    _check_type(accelerator)
+    check_type(accelerator)
     for one in objects:
         if isinstance(one, Optimizer) and is_replica(one):
             raise ValueError(
                 f"an optimizer is wrapped in {type(one).__name__} already, with the model as it is before "
                 f"accelerator.prepare(); pass the plain optimizer, and the options of {type(one).__name__} here"
             )
-    prepared = accelerator.prepare(*objects, device_placement=device_placement)
-    found = prepared if isinstance(prepared, tuple) else (prepared,)
+    with sharded_inside_replicas(accelerator, features):
+        prepared = accelerator.prepare(*objects, device_placement=device_placement)
+    found = prepared if isinstance(prepared, (tuple, list)) else (prepared,)
     models = [one for one in found if isinstance(one, torch.nn.Module)]
     optimizers = [one for one in found if isinstance(one, AcceleratedOptimizer)]
     if not optimizers:
@@ -107,6 +123,11 @@ def attach_prepared(
     """
     attached = []
     for accelerated, model in pairs:
+        if features.replicates and any("dp_replicate" in (mesh.mesh_dim_names or ()) for mesh in meshes_of(model)):
+            raise ValueError(
+                "accelerator.prepare() has prepared the model for an average of gradients over dp_replicate at every "
+                "step; pass model and optimizer as they were before"
+            )
         one = features.attach(
             accelerated.optimizer,
             model,
@@ -116,20 +137,41 @@ def attach_prepared(
         if one.replica is not None:
             _wrap_inside(accelerated, one)
         attached.append(one)
-    if features.overlap is not None:
-        _answer_clipping(accelerator, attached)
+    _answer_clipping(accelerator, attached)
     if checkpoints and any(one.has_part for one in attached):
-        _Files(accelerator, attached)
+        _files_of(accelerator).attached += attached
     return attached
 
 
-def _check_type(accelerator: Any) -> None:
+def check_type(accelerator: Any) -> None:
+    """Raise if Accelerate trains in a way that offbeat does not support."""
     kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA):
+    is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
+    if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA):
         raise ValueError(
-            f"offbeat does not support Accelerate with {kind.value}, which changes parameters, gradients or optimizers "
-            "in its own way; use DDP, or fully_shard without Accelerate"
+            f"offbeat does not support Accelerate with {'FSDP1' if is_fsdp1 else kind.value}, which changes "
+            "parameters, gradients or optimizers in its own way; use DDP or FSDP2 (fsdp_version=2)"
         )
+
+
+@contextlib.contextmanager
+def sharded_inside_replicas(accelerator: Any, features: Features) -> Iterator[None]:
+    """Have Accelerate shard modules over ``dp_shard`` alone if there are to be replicas.
+
+    Over ``dp_replicate`` FSDP2 would average gradients at every step.
+    """
+    config = accelerator.parallelism_config
+    if not (features.replicates and accelerator.is_fsdp2) or config is None or not config.dp_replicate_enabled:
+        yield
+        return
+    names = ["dp_shard_cp"] if config.cp_enabled else ["dp_shard"]
+    inside = copy.copy(config)
+    inside.__class__ = type(type(config).__name__, (type(config),), {"fsdp_dim_names": names})
+    accelerator.state.parallelism_config = inside
+    try:
+        yield
+    finally:
+        accelerator.state.parallelism_config = config
 
 
 def _model_of(accelerated: Any, models: Sequence[torch.nn.Module]) -> torch.nn.Module:
@@ -149,15 +191,20 @@ def _wrap_inside(accelerated: Any, one: Attached) -> None:
 
 
 def _answer_clipping(accelerator: Any, attached: Sequence[Attached]) -> None:
-    """Have ``accelerator.clip_grad_norm_`` return the norm of gradients that overlap clips: Accelerate cannot."""
-    original = accelerator.clip_grad_norm_
+    """Have ``accelerator.clip_grad_norm_`` return the norm of gradients that overlap clips: Accelerate cannot.
 
-    @functools.wraps(original)
+    Gradients that replicas average in their step are averaged before they are clipped.
+    """
+    by_norm, by_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+
+    @functools.wraps(by_norm)
     def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        parameters = _list(parameters)
         one = overlapped_among(attached, parameters)
         if one is None:
-            return original(parameters, max_norm, norm_type)
+            for other in attached_with(attached, parameters):
+                other.average_gradients()
+            return by_norm(parameters, max_norm, norm_type)
         if not accelerator.sync_gradients:
             raise RuntimeError(
                 "clip_grad_norm_() was called before the last backward pass of a step; call it only if "
@@ -166,35 +213,73 @@ def _answer_clipping(accelerator: Any, attached: Sequence[Attached]) -> None:
         accelerator.unscale_gradients()
         return answer_clip(one, parameters, max_norm, norm_type, call="accelerator.clip_grad_norm_()")
 
-    accelerator.clip_grad_norm_ = clip_grad_norm_
+    @functools.wraps(by_value)
+    def clip_grad_value_(parameters: Any, clip_value: float) -> Any:
+        parameters = _list(parameters)
+        for other in attached_with(attached, parameters):
+            other.average_gradients()
+        return by_value(parameters, clip_value)
+
+    accelerator.clip_grad_norm_, accelerator.clip_grad_value_ = clip_grad_norm_, clip_grad_value_
+
+
+def _list(parameters: Any) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 class _Files:
     """Saves and loads every rank's part with ``accelerator.save_state`` and ``load_state``.
 
-    The hooks know the folder but run before anything is loaded, and the object registered for checkpointing is loaded
-    after everything but does not know the folder.
+    A hook knows the folder, but that for loading runs before anything is loaded.
+
+    Attributes:
+        attached: in the order in which they were prepared.
     """
 
-    def __init__(self, accelerator: Any, attached: Sequence[Attached]) -> None:
-        self._attached = attached
+    def __init__(self, accelerator: Any) -> None:
+        self.attached: list[Attached] = []
         self._folder: str | None = None
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note_folder)
-        accelerator.register_for_checkpointing(self)
+        save, load = accelerator.save_state, accelerator.load_state
+
+        @functools.wraps(save)
+        def save_state(*args: Any, **kwargs: Any) -> Any:
+            check_saves_one_file(accelerator, self.attached)
+            return save(*args, **kwargs)
+
+        @functools.wraps(load)
+        def load_state(*args: Any, **kwargs: Any) -> Any:
+            result = load(*args, **kwargs)
+            assert self._folder is not None
+            load_parts(self._folder, self.attached)
+            return result
+
+        accelerator.save_state, accelerator.load_state = save_state, load_state
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        save_parts(folder, self._attached)
+        save_parts(folder, self.attached)
 
     def _note_folder(self, models: Any, folder: str) -> None:
         self._folder = folder
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"ranks": rank_and_world()[1]}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        assert self._folder is not None
-        load_parts(self._folder, self._attached, ranks=state_dict["ranks"])
+def _files_of(accelerator: Any) -> _Files:
+    """Those of this accelerator: one for all optimizers, however many calls have prepared them."""
+    found: _Files | None = vars(accelerator).get("_offbeat_files")
+    if found is None:
+        found = accelerator._offbeat_files = _Files(accelerator)
+    return found
+
+
+def check_saves_one_file(accelerator: Any, attached: Sequence[Attached]) -> None:
+    """Raise if a checkpoint of sharded replicas would be a mixture of them."""
+    kind = accelerator.state.fsdp_plugin.state_dict_type.name if accelerator.is_fsdp2 else "FULL_STATE_DICT"
+    if kind != "FULL_STATE_DICT" and any(one.replica is not None for one in attached):
+        raise ValueError(
+            f"state_dict_type is {kind}, which saves each tensor from whichever replica, so that the checkpoint would "
+            "be a mixture of replicas; pass FullyShardedDataParallelPlugin(state_dict_type='FULL_STATE_DICT')"
+        )
 
 
 def save_parts(folder: str, attached: Sequence[Attached]) -> None:
@@ -203,26 +288,34 @@ def save_parts(folder: str, attached: Sequence[Attached]) -> None:
     torch.save({"ranks": world, "parts": [one.part() for one in attached]}, _file(folder, rank))
 
 
-def load_parts(folder: str, attached: Sequence[Attached], *, ranks: int | None = None) -> None:
-    """Go on from this rank's part in the folder of a checkpoint.
-
-    Args:
-        ranks: how many ranks saved it, if that is known.
-    """
-    if ranks is None:
-        ranks = sum(name.startswith("offbeat_") and name.endswith(".pt") for name in os.listdir(folder))
-    if ranks == 0:
-        warn_of_plain_checkpoint()
+def load_parts(folder: str, attached: Sequence[Attached]) -> None:
+    """Go on from this rank's part in the folder of a checkpoint."""
+    names = sorted(name for name in os.listdir(folder) if name.startswith("offbeat_") and name.endswith(".pt"))
+    if not names:
+        if any(one.replica is not None for one in attached):
+            warn_of_plain_checkpoint()
         return
-    file = _file(folder, rank_to_load(ranks))
+    file = _file(folder, rank_and_world()[0])
+    if not os.path.exists(file):  # there were fewer ranks, or the file is on another node
+        file = os.path.join(folder, names[0])
+    file = _file(folder, rank_to_load(_load(file)["ranks"]))
     if not os.path.exists(file):
         raise FileNotFoundError(
             f"{file} does not exist; each rank writes its own file, so bring those of all nodes into one folder, or "
             "load on the nodes that saved"
         )
-    found = torch.load(file, map_location="cpu", weights_only=True)
-    for one, part in zip(attached, found["parts"], strict=True):
+    parts = _load(file)["parts"]
+    if len(parts) != len(attached):
+        raise ValueError(
+            f"{file} has parts of {len(parts)} optimizers, but offbeat has prepared {len(attached)}; prepare as many, "
+            "in the same order"
+        )
+    for one, part in zip(attached, parts, strict=True):
         one.load_part(part)
+
+
+def _load(file: str) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _file(folder: str, rank: int) -> str:

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch
-from offbeat.engine.tensors import is_dtensor
+from offbeat.integrations.shards import meshes_of, pack, places, unpack
 from offbeat.overlap import Overlap
 from offbeat.sync import Replica
 
@@ -61,32 +61,41 @@ class Attached:
     def part(self, *, whole: bool = False) -> dict[str, Any]:
         """What this rank needs to go on exactly, in addition to what the framework saves of the first rank.
 
-        Between rounds replicas differ in everything: parameters, buffers, optimizer state, the scale of the loss.
+        Between rounds replicas differ in everything: parameters, buffers, optimizer state, the scale of the loss. Of a
+        sharded module it is this rank's shards.
 
         Args:
             whole: include all of that even if there are no replicas.
         """
         part: dict[str, Any] = {"overlap": self._norm() if self._keeps_norm else None}
         if whole or self.replica is not None:
-            if self._is_sharded:
-                raise RuntimeError(
-                    "every rank's part of a sharded module cannot be saved through the framework; save the module and "
-                    "optimizer.state_dict() with torch.distributed.checkpoint, under a name for each replica"
-                )
-            part["module"] = self._plain().state_dict()
-            part["optimizer"] = self.optimizer.state_dict()
+            meshes = meshes_of(self.module)
+            part["module"] = pack(self._plain().state_dict(), meshes)
+            part["optimizer"] = pack(self.optimizer.state_dict(), meshes)
+            part["shards"] = places(meshes)
             part["scaler"] = None if self._scaler is None else self._scaler.state_dict()
         return part
 
     def load_part(self, part: dict[str, Any]) -> None:
         """Go on from :meth:`part`. Call it after the framework has loaded what it saved."""
         if "optimizer" in part:
-            self._plain().load_state_dict(part["module"])
-            self.optimizer.load_state_dict(part["optimizer"])
+            meshes = meshes_of(self.module)
+            if (saved := part["shards"]) != places(meshes):
+                raise ValueError(
+                    f"the checkpoint is of a module that was sharded over {_in_words(saved)}, and here it is "
+                    f"sharded over {_in_words(places(meshes))}; shard it as it was, with as many ranks"
+                )
+            self._plain().load_state_dict(unpack(part["module"], meshes))
+            self.optimizer.load_state_dict(unpack(part["optimizer"], meshes))
             if self._scaler is not None and part["scaler"]:
                 self._scaler.load_state_dict(part["scaler"])
         if self.handle is not None and part["overlap"] is not None:
             self.handle.load_state_dict(part["overlap"])
+
+    def average_gradients(self) -> None:
+        """Average gradients now if replicas would do it in their next step: they are about to be clipped."""
+        if self.replica is not None:
+            self.replica.average_gradients()
 
     def finish(self) -> None:
         """Let replicas agree one last time."""
@@ -107,8 +116,9 @@ class Attached:
         return plain
 
     @property
-    def _is_sharded(self) -> bool:
-        return any(is_dtensor(p) for p in self.module.parameters())
+    def is_sharded(self) -> bool:
+        """Whether parameters of the module are cut between ranks."""
+        return bool(meshes_of(self.module))
 
     def _norm(self) -> dict[str, Any] | None:
         return self._overlap_state if self.handle is None else self.handle.state_dict()
@@ -150,6 +160,12 @@ def warn_of_plain_checkpoint() -> None:
         "warm-up, are counted from 0",
         stacklevel=3,
     )
+
+
+def _in_words(shards: list[Any]) -> str:
+    """What :func:`offbeat.integrations.shards.places` has returned."""
+    found = [f"a mesh of size {' x '.join(map(str, shape))} (place {place})" for shape, place in shards]
+    return " and ".join(found) or "no mesh"
 
 
 def _on_cpu(tree: Any) -> Any:

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from offbeat.integrations.attached import Attached
 
-__all__ = ["answer_clip", "overlapped_among"]
+__all__ = ["answer_clip", "attached_with", "overlapped_among"]
+
+
+def attached_with(attached: Sequence[Attached], parameters: Sequence[Tensor]) -> list[Attached]:
+    """Those that have some of these parameters."""
+    asked = {id(p) for p in parameters}
+    return [one for one in attached if any(id(p) in asked for group in one.inner.param_groups for p in group["params"])]
 
 
 def overlapped_among(attached: Sequence[Attached], parameters: Sequence[Tensor]) -> Attached | None:
     """The overlapped optimizer that has some of these parameters, or None."""
-    asked = {id(p) for p in parameters}
-    for one in attached:
-        if one.handle is not None and any(id(p) in asked for group in one.inner.param_groups for p in group["params"]):
-            return one
-    return None
+    return next((one for one in attached_with(attached, parameters) if one.handle is not None), None)
 
 
 def answer_clip(

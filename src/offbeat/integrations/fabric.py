@@ -10,10 +10,11 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.integrations.attached import Attached, gather_parts, rank_to_load
-from offbeat.integrations.clipping import answer_clip, overlapped_among
+from offbeat.integrations.clipping import answer_clip, attached_with, overlapped_among
 from offbeat.integrations.features import Features, Options
 
 try:
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 except ImportError as error:
     raise ImportError(
@@ -52,16 +53,22 @@ def setup(
     ``fabric.no_backward_sync`` announces accumulation under DDP and FSDP2; on a single device use
     ``offbeat.integrations.handle_of(optimizer).accumulate()``. ``fabric.clip_gradients(max_norm=)`` needs the same
     value as overlap's ``clip_norm``.
+
+    Limits: strategies ``ddp``, ``ModelParallelStrategy`` (FSDP2) and a single device.
     """
     features = Features(overlap=overlap, local_sgd=local_sgd, slowmo=slowmo, diloco=diloco, replica=replica)
     for optimizer in optimizers:
         if isinstance(optimizer, _FabricOptimizer):
             raise ValueError("an optimizer was set up with Fabric already; pass it as it was before")
+    if not isinstance(fabric.strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
+        raise ValueError(
+            f"offbeat does not know {type(fabric.strategy).__name__}, which wraps optimizers or gradients in its own "
+            "way; use 'ddp', ModelParallelStrategy or a single device"
+        )
     model = module if isinstance(module, _FabricModule) else fabric.setup_module(module)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     attached = [features.attach(optimizer, model._forward_module, scaler=scaler) for optimizer in optimizers]
-    if features.overlap is not None:
-        _answer_clipping(fabric, attached)
+    _answer_clipping(fabric, attached)
     made = [fabric.setup_optimizers(one.optimizer) for one in attached]
     for one, optimizer in zip(attached, made, strict=True):
         vars(optimizer)["_offbeat"] = one
@@ -77,6 +84,9 @@ class EveryRank:
     Args:
         optimizers: what :func:`setup` returned.
 
+    With ``ModelParallelStrategy`` (FSDP2) pass ``save_distributed_checkpoint=False`` to the strategy, and put the
+    module into the dictionary as well, which Fabric asks for.
+
     Example::
 
         state = {"offbeat": EveryRank(optimizer), "step": step}
@@ -89,6 +99,11 @@ class EveryRank:
             found = vars(optimizer).get("_offbeat")
             if found is None:
                 raise ValueError("EveryRank takes optimizers that offbeat.integrations.fabric.setup has returned")
+            if found.is_sharded and optimizer._strategy._save_distributed_checkpoint:
+                raise ValueError(
+                    "Fabric does not give objects what it has loaded from a distributed checkpoint, so that EveryRank "
+                    "would be saved and never loaded; pass ModelParallelStrategy(save_distributed_checkpoint=False)"
+                )
             self._attached.append(found)
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +119,10 @@ class EveryRank:
 
 
 def _answer_clipping(fabric: Any, attached: Sequence[Attached]) -> None:
-    """Have ``fabric.clip_gradients`` return the norm of gradients that overlap clips: Fabric cannot clip them."""
+    """Have ``fabric.clip_gradients`` return the norm of gradients that overlap clips: Fabric cannot clip them.
+
+    Gradients that replicas average in their step are averaged before they are clipped.
+    """
     original = fabric.clip_gradients
 
     @functools.wraps(original)
@@ -119,8 +137,10 @@ def _answer_clipping(fabric: Any, attached: Sequence[Attached]) -> None:
         parameters = _parameters(optimizer)
         one = overlapped_among(attached, parameters)
         if one is None:
+            for other in attached_with(attached, parameters):
+                other.average_gradients()
             return original(module, optimizer, clip_val, max_norm, norm_type, error_if_nonfinite)
-        if max_norm is None:
+        if clip_val is not None or max_norm is None:
             raise ValueError(
                 "fabric.clip_gradients(clip_val=) cannot clip gradients that overlap has used; clip by norm, with "
                 "clip_norm= in the options of overlap"

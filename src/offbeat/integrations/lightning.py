@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from offbeat.frameworks import inner_optimizer
 from offbeat.integrations.attached import Attached, gather_parts, rank_to_load, warn_of_plain_checkpoint
 from offbeat.integrations.features import Features, Options
 
 try:
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
@@ -69,6 +72,7 @@ class Offbeat(Callback):
         self._attached: list[Attached] = []
         self._loaded: list[Any] | None = None
         self._clip: tuple[Any] | None = None
+        self._clips = False
 
     @property
     def handles(self) -> list[Any]:
@@ -79,9 +83,17 @@ class Offbeat(Callback):
         """Called by Lightning: check what can be checked before training."""
         if stage != "fit":
             return
-        self._attached = []
+        self._attached, self._loaded = [], None
+        if sum(isinstance(one, Offbeat) for one in trainer.callbacks) > 1:
+            raise ValueError("the Trainer has several Offbeat callbacks; give all features to one of them")
         features = Features(**self._wanted)
         _check_strategy(trainer, features)
+        for one in trainer.callbacks if features.replicates else ():
+            if isinstance(one, (StochasticWeightAveraging, WeightAveraging)):
+                raise ValueError(
+                    f"{type(one).__name__} keeps an average of the weights of each replica, so that ranks would end "
+                    "with different models; leave it out, or train without replicas"
+                )
         if features.overlap is not None:
             self._check_clipping(trainer, pl_module)
 
@@ -105,10 +117,18 @@ class Offbeat(Callback):
         ]
         if features.replicates:
             trainer.strategy.optimizers = [one.optimizer for one in self._attached]
+            self._clips = bool(trainer.gradient_clip_val) or is_overridden("configure_gradient_clipping", pl_module)
         if self._loaded is not None:
             for one, part in zip(self._attached, self._loaded[rank_to_load(len(self._loaded))], strict=True):
                 one.load_part(part)
             self._loaded = None
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Called by Lightning before it clips gradients: in warm-up, replicas without DDP average them first."""
+        if self._clips:
+            for one in self._attached:
+                if one.optimizer is inner_optimizer(optimizer):
+                    one.average_gradients()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Called by Lightning: let replicas agree one last time."""
@@ -119,15 +139,19 @@ class Offbeat(Callback):
         """Called by Lightning on every rank: add every rank's part to the checkpoint of the first."""
         if not any(one.has_part for one in self._attached):
             return
+        if any(one.replica is not None and one.is_sharded for one in self._attached):
+            _check_saves_one_file(trainer.strategy)
         parts = gather_parts([one.part() for one in self._attached])
         if parts is not None:
             checkpoint[_KEY] = parts
         for i, one in enumerate(self._attached):
-            if one.replica is not None:
+            if one.replica is not None and not one.is_sharded:  # else Lightning has made it of the inner one's state
                 checkpoint["optimizer_states"][i] = one.inner.state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Called by Lightning before the optimizers exist: keep the parts for :meth:`on_train_start`."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
         self._loaded = checkpoint.get(_KEY)
         if self._loaded is None and Features(**self._wanted).replicates:
             warn_of_plain_checkpoint()
@@ -176,8 +200,14 @@ def _check_strategy(trainer: Any, features: Features) -> None:
             "DDPStrategy(model_averaging_period=) averages parameters as well; leave it and ddp_comm_state out"
         )
     if features.replicates and isinstance(strategy, ModelParallelStrategy) and trainer.checkpoint_callbacks:
+        _check_saves_one_file(strategy)
+
+
+def _check_saves_one_file(strategy: Any) -> None:
+    """Raise if a checkpoint of sharded replicas would be a mixture of them."""
+    if strategy._save_distributed_checkpoint:
         raise ValueError(
-            "ModelParallelStrategy saves one replica, so that the others would be lost in a checkpoint; pass "
-            "Trainer(enable_checkpointing=False), and save each replica with torch.distributed.checkpoint under a name "
-            "of its own"
+            "ModelParallelStrategy saves each tensor from whichever replica, so that a checkpoint would be a mixture "
+            "of replicas; pass ModelParallelStrategy(save_distributed_checkpoint=False), or "
+            "Trainer(enable_checkpointing=False)"
         )

@@ -7,7 +7,14 @@ import math
 import os
 from typing import Any
 
-from offbeat.integrations.accelerate import attach_prepared, load_parts, save_parts
+from offbeat.integrations.accelerate import (
+    attach_prepared,
+    check_saves_one_file,
+    check_type,
+    load_parts,
+    save_parts,
+    sharded_inside_replicas,
+)
 from offbeat.integrations.attached import Attached
 from offbeat.integrations.features import Features, Options
 
@@ -56,11 +63,12 @@ def attach(
     At the end of training replicas agree one last time. In a checkpoint each rank writes its own part beside the
     Trainer's files (``offbeat_0.pt``, ...); ``optimizer.pt`` is that of the plain optimizer of the first rank.
 
-    Limits: DDP and a single process. Between averages every rank evaluates its own replica, and the model in a
+    Limits: DDP, FSDP2 and a single process. Between averages every rank evaluates its own replica, and the model in a
     checkpoint is the first rank's.
     """
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError("offbeat does not support a Trainer with DeepSpeed or FSDP; use DDP")
+    check_type(trainer.accelerator)
+    if any(isinstance(one, Offbeat) for one in trainer.callback_handler.callbacks):
+        raise ValueError("offbeat was attached to this Trainer already; give all features to one call of attach()")
     if trainer.args.n_gpu > 1:
         raise ValueError(
             "this process has several GPUs, so that the Trainer uses DataParallel; start one process for each GPU with "
@@ -94,7 +102,7 @@ class Offbeat(TrainerCallback):
         self._optimizer: Any = None
         self._finished = False
         self._resume_from: str | None = None
-        original = trainer.train
+        original, prepare = trainer.train, trainer.accelerator.prepare
 
         @functools.wraps(original)
         def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +112,12 @@ class Offbeat(TrainerCallback):
                 self._resume_from = get_last_checkpoint(trainer.args.output_dir)
             return original(resume_from_checkpoint, *args, **kwargs)
 
-        trainer.train = train
+        @functools.wraps(prepare)
+        def prepare_inside(*args: Any, **kwargs: Any) -> Any:
+            with sharded_inside_replicas(trainer.accelerator, features):
+                return prepare(*args, **kwargs)
+
+        trainer.train, trainer.accelerator.prepare = train, prepare_inside
 
     @property
     def handles(self) -> list[Any]:
@@ -121,6 +134,8 @@ class Offbeat(TrainerCallback):
             pairs = [(trainer.optimizer, trainer.model_wrapped)]
             self._attached = attach_prepared(trainer.accelerator, pairs, self._features, checkpoints=False)
             self._optimizer = trainer.optimizer
+        if args.save_strategy != "no":
+            check_saves_one_file(trainer.accelerator, self._attached)
         if self._resume_from is not None and any(one.has_part for one in self._attached):
             load_parts(self._resume_from, self._attached)
 

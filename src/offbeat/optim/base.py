@@ -169,7 +169,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         self._check_capture()
-        if not self.state and _torch.is_asked_for_state():
+        if not self.state and _torch.is_creating_state():
             self._allocate([p for group in self.param_groups for p in group["params"] if p.grad is not None])
             return None
         loss = None

@@ -327,6 +327,8 @@ class Replica(OptimizerWrapper, Joinable):
 
         If a collective fails, its error is raised and parameters keep the values after the step.
         """
+        if not self.optim.state and _torch.is_creating_state():
+            return self._create_state()
         with self._scaled_step():
             Join.notify_join_context(self)
             self._begin()
@@ -350,6 +352,14 @@ class Replica(OptimizerWrapper, Joinable):
             finally:
                 self._calendar.advance()  # even if a round failed, so that all ranks count the same
             return loss
+
+    def _create_state(self) -> None:
+        """A step of the inner optimizer that torch.distributed.checkpoint makes. It is none of the replica's."""
+        self._is_stepping = True
+        try:
+            self.optim.step()
+        finally:
+            self._is_stepping = False
 
     def sync(self) -> None:
         """Let all replicas agree now, independently of the calendar. Call it on every rank, after the same step."""
