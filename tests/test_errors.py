@@ -382,3 +382,13 @@ def test_mistakes_in_an_update_rule(update, error, message):
     with pytest.raises(error, match=message):
         Mistaken([p]).step()
     assert (p == 1).all()
+
+
+def test_a_state_dict_of_something_else():
+    model = torch.nn.Linear(2, 2)
+    optimizer = offbeat.AdamW(model.parameters())
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(ValueError, match=r"its keys are 'model', 'optimizer'; pass state_dict\['optimizer'\]"):
+        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"'weight', 'bias'; pass what optimizer\.state_dict\(\) returned"):
+        optimizer.load_state_dict(saved["model"])

@@ -37,6 +37,18 @@ def test_without_a_process_group():
         offbeat.PeriodicModelAverager(2)
 
 
+@pytest.mark.parametrize("wrap", [offbeat.DiLoCo, offbeat.SlowMo])
+def test_options_of_the_level_that_are_arguments_too(alone, wrap):
+    model = nn.Linear(3, 2)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    (level,) = wrap(inner, model, deadline=7.0, nonfinite="skip")._levels
+    assert (level.deadline, level.nonfinite) == (7.0, "skip")
+    with pytest.raises(ValueError, match="deadline is given twice"):
+        wrap(inner, model, deadline=7.0, level={"deadline": 8.0})
+    with pytest.raises(ValueError, match="nonfinite"):
+        wrap(inner, model, nonfinite="ignore")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -24,7 +24,7 @@ from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
 from offbeat.engine.unbegun import mark_unbegun
-from offbeat.optim.checkpoint import check_not_wrappers, loaded, packed
+from offbeat.optim.checkpoint import check_state_dict, loaded, packed
 from offbeat.optim.sharing import SharesMatrices
 from offbeat.optim.signature import describe, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
@@ -353,7 +353,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_not_wrappers(state_dict, type(self).__name__)
+        check_state_dict(state_dict, type(self).__name__)
         state, groups = loaded(self, state_dict, self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
         if self.owners is not None:

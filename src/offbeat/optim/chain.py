@@ -13,7 +13,7 @@ from offbeat import _torch
 from offbeat._types import Group
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
-from offbeat.optim.checkpoint import check_not_wrappers
+from offbeat.optim.checkpoint import check_state_dict
 from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
@@ -270,7 +270,7 @@ class Chain(Optimizer):
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        check_not_wrappers(state_dict, type(self).__name__)
+        check_state_dict(state_dict, type(self).__name__)
         parts = split_state_dict(state_dict, self.optimizers)
         before = [(one.state, one.param_groups) for one in self.optimizers]
         try:

@@ -19,7 +19,7 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local, part_placements
 from offbeat.rules.rule import PRECISION, Slot, Values
 
-__all__ = ["check_not_wrappers", "loaded", "packed"]
+__all__ = ["check_state_dict", "loaded", "packed"]
 
 
 def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
@@ -49,14 +49,19 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
     return {"state": state, "param_groups": groups}
 
 
-def check_not_wrappers(state_dict: dict[str, Any], mine: str) -> None:
-    """Raise if this state dict was saved by a wrapper around an optimizer, whose part of it would be ignored.
+def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
+    """Raise if this is no optimizer's state dict, or one of a wrapper whose part of it would be ignored.
 
     Such a wrapper adds an entry of its own, a dictionary in which ``"wrapper"`` is its name.
 
     Args:
         mine: the name of the optimizer that is to load it.
     """
+    if "param_groups" not in state_dict:
+        inside = [key for key, value in state_dict.items() if isinstance(value, dict) and "param_groups" in value]
+        hint = f"pass state_dict[{inside[0]!r}]" if inside else "pass what optimizer.state_dict() returned"
+        keys = ", ".join(map(repr, list(state_dict)[:4]))
+        raise ValueError(f"this is not the state dict of an optimizer: its keys are {keys}; {hint}")
     for key, value in state_dict.items():
         name = value.get("wrapper") if isinstance(value, dict) and key not in ("state", "param_groups") else None
         if isinstance(name, str):

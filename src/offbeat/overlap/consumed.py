@@ -21,8 +21,8 @@ __all__ = ["ConsumedGradient", "Placeholders", "lift", "receive", "settle"]
 
 _FORGOTTEN = "call optimizer.zero_grad() after every step, before the next backward()"
 _UNANNOUNCED = (
-    "announce the backward passes of a step with overlap(..., accumulate=N) or `with handle.accumulate():`, so that "
-    "only the last one updates"
+    "call optimizer.step() before the next backward pass; if several belong to one step, announce the backward passes "
+    "of a step with overlap(..., accumulate=N) or `with handle.accumulate():`, so that only the last one updates"
 )
 _NESTED = "use checkpoint(use_reentrant=False), which runs no backward pass inside backward"
 _READING = "read or change gradients during backward, with hooks on tensors, or call handle.remove() and step after it"
@@ -121,10 +121,15 @@ class ConsumedGradient(Tensor):
             # DDP, when it makes its buckets anew with gradient_as_bucket_view=True.
             return first.zero_() if args[1].added is None else first.copy_(args[1].added)
         leaves = _torch.pytree.tree_leaves((args, kwargs))
-        return next(one for one in leaves if isinstance(one, ConsumedGradient)).refuse(str(func))
+        return next(one for one in leaves if isinstance(one, ConsumedGradient)).refuse(_name_of(func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _name_of(operator: Any) -> str:
+    """An operator in words: ``aten.mul.Tensor`` is called mul."""
+    return f"computing {str(operator).removeprefix('aten.').split('.')[0]} of it"
 
 
 class ConsumedShard(ConsumedGradient):

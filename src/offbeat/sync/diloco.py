@@ -10,7 +10,16 @@ from torch.optim import Optimizer
 
 from offbeat.optim.optimizers import SGD
 from offbeat.sync.level import Level
-from offbeat.sync.options import Every, Fragments, LevelOptions, MakeOuter, ReplicaOptions, Warmup
+from offbeat.sync.options import (
+    Every,
+    Fragments,
+    LevelOptions,
+    MakeOuter,
+    NonFinite,
+    ReplicaOptions,
+    Warmup,
+    with_options,
+)
 from offbeat.sync.replica import Replica
 from offbeat.wire.codec import CodecSpec
 
@@ -57,6 +66,8 @@ class DiLoCo(Replica):
         error_feedback: add what encoding has lost, multiplied by this number, to the next round.
         warmup: the number of steps with globally averaged gradients.
         outer: makes another outer optimizer, from parameter groups, in place of ``outer_lr`` and ``outer_momentum``.
+        deadline: how many seconds a collective may take; by default the process group's timeout.
+        nonfinite: what to do if a replica has NaN or infinite parameters; see :class:`offbeat.Level`.
         level: further options of :class:`offbeat.Level`, as a dictionary.
         options: further options of :class:`offbeat.Replica`.
 
@@ -95,6 +106,8 @@ class DiLoCo(Replica):
         mixing: float | None = None,
         warmup: Warmup = 0,
         outer: MakeOuter | None = None,
+        deadline: float | None = None,
+        nonfinite: NonFinite | None = None,
         level: LevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
@@ -119,7 +132,7 @@ class DiLoCo(Replica):
             mixing=mixing,
             codec=codec,
             error_feedback=error_feedback,
-            **(level or {}),
+            **with_options(level, deadline=deadline, nonfinite=nonfinite),
         )
         super().__init__(opt, module, [one], warmup, **options)
 

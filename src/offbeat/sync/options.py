@@ -32,6 +32,7 @@ __all__ = [
     "Undo",
     "Warmup",
     "Where",
+    "with_options",
 ]
 
 #: The number of steps between rounds, or a function of the step that returns it.
@@ -101,3 +102,14 @@ class SlowMoLevelOptions(LevelOptions, total=False):
     eager: bool
     codec: CodecSpec
     error_feedback: float | None
+
+
+def with_options(level: Any, **given: Any) -> dict[str, Any]:
+    """The options of a level, with those that were given as arguments of their own (None: not given)."""
+    found = dict(level or {})
+    for name, value in given.items():
+        if value is not None:
+            if name in found:
+                raise ValueError(f"{name} is given twice, as an argument and in level=; leave one of them out")
+            found[name] = value
+    return found

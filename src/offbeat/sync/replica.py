@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from offbeat import _torch, frameworks
 from offbeat._types import CommHook
 from offbeat.ddp import is_inside_ddp
-from offbeat.optim.checkpoint import check_not_wrappers
+from offbeat.optim.checkpoint import check_state_dict
 from offbeat.overlap.handle import overlap_of
 from offbeat.sync.agreement import check_same_items, check_same_options, check_same_values
 from offbeat.sync.attach import attach
@@ -648,7 +648,7 @@ class Replica(OptimizerWrapper, Joinable):
 
 
 def _refuse_wrapped_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    check_not_wrappers(state_dict, type(optimizer).__name__)
+    check_state_dict(state_dict, type(optimizer).__name__)
 
 
 def _size(group: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from offbeat.optim.base import RuleOptimizer
 from offbeat.rules.slow_momentum import SLOW_MOMENTUM
 from offbeat.sync.level import Level
-from offbeat.sync.options import Every, ReplicaOptions, SlowMoLevelOptions, Warmup
+from offbeat.sync.options import Every, NonFinite, ReplicaOptions, SlowMoLevelOptions, Warmup, with_options
 from offbeat.sync.replica import Replica
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ class SlowMo(Replica):
         slow_lr: :math:`\alpha`; 1 in the paper.
         slow_momentum: :math:`\beta`; 0 to 0.6 in the paper, growing with the number of nodes.
         warmup: the number of steps with globally averaged gradients.
+        deadline: how many seconds a collective may take; by default the process group's timeout.
+        nonfinite: what to do if a replica has NaN or infinite parameters; see :class:`offbeat.Level`.
         level: further options of :class:`offbeat.Level`, as a dictionary.
         options: further options of :class:`offbeat.Replica`.
 
@@ -68,8 +70,11 @@ class SlowMo(Replica):
         slow_momentum: float = 0.5,
         *,
         warmup: Warmup = 0,
+        deadline: float | None = None,
+        nonfinite: NonFinite | None = None,
         level: SlowMoLevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
         outer = functools.partial(_SlowMomentum, lr=slow_lr, momentum=slow_momentum)
-        super().__init__(opt, module, [Level(every=every, outer=outer, **(level or {}))], warmup, **options)
+        more: Any = with_options(level, deadline=deadline, nonfinite=nonfinite)
+        super().__init__(opt, module, [Level(every=every, outer=outer, **more)], warmup, **options)
