@@ -246,7 +246,7 @@ class _Pending:
         except RuntimeError as error:
             self._peers.close()
             raise ExchangeError(
-                f"an exchange between ranks {self._peers.ranks} failed, or took longer than its deadline or the timeout "
+                f"an exchange between ranks {self._peers.ranks} failed or took longer than its deadline or the timeout "
                 "of the process group: a rank may have stopped, or have made fewer steps. Nothing of it was used here; "
                 f"with gloo the next exchange connects again. ({error})"
             ) from error
