@@ -357,3 +357,25 @@ def test_a_copy_made_between_init_state_and_the_first_step_changes_nothing(case,
     run(optimizer, params, range(3))
     run(twin, twins, range(3))
     assert all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize(
+    ("name", "options"), [("Muon", {"ns_dtype": torch.float32}), ("AdamW", {"state_dtype": torch.bfloat16})]
+)
+def test_dtypes_among_options_go_through_full_state_dicts(name, options, flatten):
+    """torch.distributed.checkpoint refuses a torch.dtype there."""
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    model = torch.nn.Linear(4, 3, bias=False)
+    model.weight.grad = torch.ones(3, 4)
+    optimizer, other = (getattr(offbeat, name)(model.parameters(), **options) for _ in range(2))
+    optimizer.step()
+    optimizer.zero_grad()
+    full = dcp.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flatten)
+    saved = dcp.get_optimizer_state_dict(model, optimizer, options=full)
+    plain = dcp.StateDictOptions(flatten_optimizer_state_dict=flatten)
+    dcp.set_optimizer_state_dict(model, other, saved, options=plain)
+    assert options.items() <= other.param_groups[0].items()
+    for key, value in optimizer.state[model.weight].items():
+        assert torch.equal(other.state[model.weight][key], value), key

@@ -31,7 +31,7 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
         for i, p in enumerate(group["params"], start):
             number.setdefault(id(p), i)
         start += len(group["params"])
-        groups.append({key: value for key, value in group.items() if key != "params"})
+        groups.append({key: _name_dtype(value) for key, value in group.items() if key != "params"})
         groups[-1]["params"] = [number[id(p)] for p in group["params"]]
     state: dict[Any, Any] = {}
     for key, value in optimizer.state.items():
@@ -76,7 +76,8 @@ def loaded(
     optimizer: Optimizer, state_dict: dict[str, Any], slots: Callable[[dict[str, Any]], tuple[Slot, ...]]
 ) -> tuple[State, list[dict[str, Any]]]:
     """State and groups for ``optimizer`` from a state dict; neither of the two is changed or shared."""
-    groups, saved = optimizer.param_groups, deepcopy(list(state_dict["param_groups"]))
+    groups = optimizer.param_groups
+    saved = [{k: _find_dtype(v) for k, v in deepcopy(group).items()} for group in state_dict["param_groups"]]
     if len(groups) != len(saved):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(saved)}, "
@@ -124,6 +125,19 @@ def loaded(
         if key not in known:
             state[key] = deepcopy(value)
     return state, new_groups
+
+
+def _name_dtype(value: Any) -> Any:
+    """An option as it is saved: ``torch.distributed.checkpoint`` takes no dtypes, but their names."""
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _find_dtype(value: Any) -> Any:
+    """An option as it was before it was saved."""
+    if isinstance(value, str) and value.startswith("torch."):
+        found = getattr(torch, value.removeprefix("torch."), None)
+        return found if isinstance(found, torch.dtype) else value
+    return value
 
 
 def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> None:
