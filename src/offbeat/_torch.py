@@ -154,7 +154,21 @@ class _Gone:
 
 _FOREACH = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "maximum_", "minimum", "minimum_"),
-    *("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "sign", "sign_", "reciprocal", "copy_", "zero_", "norm"),
+    *(
+        "neg",
+        "neg_",
+        "abs",
+        "abs_",
+        "sqrt",
+        "sqrt_",
+        "sign",
+        "sign_",
+        "reciprocal",
+        "reciprocal_",
+        "copy_",
+        "zero_",
+        "norm",
+    ),
     *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_"),
 )
 _FUSED = ("adam", "adamw", "sgd", "adagrad")
@@ -191,6 +205,23 @@ FOREACH: dict[str, Callable[..., Any]] = {
 foreach_add, foreach_add_, foreach_copy_ = FOREACH["add"], FOREACH["add_"], FOREACH["copy_"]
 foreach_mul_, foreach_div_, foreach_zero_ = FOREACH["mul_"], FOREACH["div_"], FOREACH["zero_"]
 foreach_norm = FOREACH["norm"]
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+#: Copies tensors of one dtype into one flat tensor.
+join_tensors: Callable[[Sequence[Tensor]], Tensor] = _get("torch._utils._flatten_dense_tensors") or _join
+#: Views of a flat tensor that have the shapes of the given tensors.
+split_like: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
+    _get("torch._utils._unflatten_dense_tensors") or _split_like
+)
 
 #: torch's fused optimizers by name, such as ``adamw``; those that are there.
 FUSED: dict[str, Callable[..., Any]] = {
@@ -666,6 +697,12 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "torch._foreach_*", "operators over lists of tensors", "one tensor after the other, which is slower",
         lambda: all(_get(f"torch._foreach_{name}") for name in _FOREACH),
+    ),
+    Private(
+        "torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors",
+        "many small tensors as one", "public operators, which are slower",
+        lambda: callable(_get("torch._utils._flatten_dense_tensors"))
+        and callable(_get("torch._utils._unflatten_dense_tensors")),
     ),
     Private(
         "torch._fused_*_", "torch's own fused optimizers, where there is no kernel of ours",
