@@ -30,7 +30,7 @@ def run_foreach(
     typed: TypedProgram,
     columns: Sequence[Sequence[Tensor]],
     coefficients: dict[str, float],
-    pieces: Sequence[slice] | None = None,
+    pieces: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """Run a program in place.
 
@@ -46,7 +46,8 @@ def run_foreach(
     plan = make_plan(program, decided, 1 in typed.converted, on_cpu)
     limit = _limit(typed, first)
     for piece in pieces_of(typed, columns[0]) if pieces is None else pieces:
-        rows = [column[piece] for column in columns]
+        whole = len(piece) == len(columns[0])
+        rows: list[Sequence[Tensor]] = list(columns) if whole else [[column[i] for i in piece] for column in columns]
         if len(rows[0]) == 1 and rows[0][0].numel() > limit:
             for part in cut([column[0] for column in rows], limit):
                 _run_piece(plan, [[t] for t in part], numbers, compute, typed.converted)
@@ -56,17 +57,22 @@ def run_foreach(
             _run_piece(plan, rows, numbers, compute, typed.converted)
 
 
-def pieces_of(typed: TypedProgram, tensors: Sequence[Tensor]) -> list[slice]:
-    """Where to cut lists of such tensors: each piece has a bounded number of elements, or is one tensor."""
-    limit, start, size = _limit(typed, tensors[0]), 0, 0
-    found = []
+def pieces_of(typed: TypedProgram, tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Which of these tensors to update at once: a bounded number of elements, or one tensor that has more."""
+    limit, size = _limit(typed, tensors[0]), 0
+    found: list[list[int]] = []
+    small: list[int] = []
     for i, t in enumerate(tensors):
         numel = t.numel()
-        if size and size + numel > limit:
-            found.append(slice(start, i))
-            start, size = i, 0
+        if numel > limit:
+            found.append([i])
+            continue
+        if small and size + numel > limit:
+            found.append(small)
+            small, size = [], 0
+        small.append(i)
         size += numel
-    return [*found, slice(start, len(tensors))]
+    return [*found, small] if small else found
 
 
 def _limit(typed: TypedProgram, t: Tensor) -> int:

@@ -105,4 +105,4 @@ def cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
 
 def flat(t: Tensor) -> Tensor:
     """A dense tensor as one dimension, in memory order; shares the storage."""
-    return t.as_strided((t.numel(),), (1,), t.storage_offset())
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset())
