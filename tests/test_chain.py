@@ -299,7 +299,7 @@ def test_add_param_group():
     optimizer.add_param_group({"params": new, "optimizer": 0, "lr": 1.0})
     assert optimizer.param_groups[1]["lr"] == 1.0
     assert optimizer.owner(new) is optimizer.optimizers[0]
-    with pytest.raises(ValueError, match="is in optimizer 0 of the chain already"):
+    with pytest.raises(ValueError, match="is already in optimizer 0 of the chain"):
         optimizer.add_param_group({"params": [new], "optimizer": 1})
     with pytest.raises(ValueError, match="Muon only supports 2D"):
         optimizer.add_param_group({"params": [torch.zeros(3)], "optimizer": 0})

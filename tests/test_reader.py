@@ -165,6 +165,39 @@ def test_both_readers_agree_on_a_gradient(name):
     assert read(params, None) == (count, tables)
 
 
+#: What tiers that work on tensors take, too.
+TENSORS = ("strides", "gaps", "inference")
+
+
+@pytest.mark.parametrize("name", [*FINE, *ODD])
+def test_a_check_for_tiers_that_need_no_addresses(name, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_READER", "python")
+    params, state = rows()
+    book = AddressBook([params, state])
+    g = (FINE.get(name) or ODD[name])()
+    grads = [torch.zeros(4, 3), g, torch.zeros(())]
+    fits = name in FINE or name in TENSORS
+    assert book.check(params, grads) == (None if not fits else 2 if g is None else 3)
+    assert book.check(params[:2], grads[:2]) is None
+    assert book.check(params, grads[:2]) is None
+
+
+@pytest.mark.parametrize("name", [*FINE, *ODD])
+@pytest.mark.parametrize("column", [0, 1], ids=["parameter", "state"])
+def test_a_check_of_what_becomes_of_a_tensor(name, column, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_READER", "python")
+    params = rows()[0]
+    columns = [params, [torch.zeros_like(p) for p in params]]
+    book = AddressBook(columns)
+    try:
+        columns[column][1].data = (FINE.get(name) or ODD[name])()
+    except (RuntimeError, TypeError):
+        pytest.skip("a tensor cannot become that")
+    # The tensor's own class stays what it was; torch's operators know what a negated tensor is.
+    fits = name in FINE or name in TENSORS or "subclass" in name or name in ("negated", "imaginary part")
+    assert book.check(params, [None, torch.zeros(4, 3), None]) == (1 if fits else None)
+
+
 @pytest.mark.parametrize("name", [*FINE, *ODD])
 @pytest.mark.parametrize("column", [0, 1], ids=["parameter", "state"])
 def test_both_readers_agree_on_what_becomes_of_a_tensor(name, column):

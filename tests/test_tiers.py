@@ -130,6 +130,59 @@ def test_all_tiers_agree_on_any_program(program):
     assert all(torch.equal(t, old) for t, old in zip(columns[1], gradients, strict=True)), "a gradient was changed"
 
 
+@pytest.mark.parametrize("flag", [0.0, 1.0])
+def test_choices_by_coefficients_may_leave_numbers(flag):
+    def update(p, g, s, a, b):
+        chosen = where(a > 0.5, 4.0, g * g)
+        root = sqrt(chosen) - 1.0
+        kept = where(root > 0, p, g)
+        return p - b * (root * g), where(a > 0.5, 3.0, s + root * kept)
+
+    rule = rule_of(update)
+    program = trace(rule, ("s",), ("a", "b"), ())
+    columns = [[torch.randn(5, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)] for _ in range(3)]
+    results = []
+    for tier in ("loop", "foreach"):
+        mine = [[t.clone() for t in column] for column in columns]
+        if tier == "loop":
+            scalars = {"a": torch.tensor(flag, dtype=torch.float64), "b": 0.5}
+            for row in zip(*mine, strict=True):
+                run_loop(rule, ("p", "g", "s"), row, scalars)
+        else:
+            run_foreach(TypedProgram(program, (torch.float64,) * 3), mine, {"a": flag, "b": 0.5})
+        results.append([t for column in mine for t in column])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Rprop", "SGD"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_tensors_that_are_converted_are_joined(name, dtype):
+    """In whatever layout they are, and if some are empty or have no gradient."""
+
+    def params():
+        torch.manual_seed(0)
+        made = [torch.randn(shape).to(dtype) for shape in [(3, 4), (), (0, 2), (7,), (2, 1, 3)] * 4]
+        made += [torch.randn(3, 5).to(dtype).t(), torch.randn(2, 3, 4, 4).to(dtype, memory_format=torch.channels_last)]
+        return [p.requires_grad_() for p in made]
+
+    def train(foreach):
+        ours = params()
+        optimizer = getattr(offbeat, name)(ours, lr=0.01, foreach=foreach)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            for i, p in enumerate(ours):
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+                if (i + step) % 5 == 0:
+                    p.grad = None
+            optimizer.step()
+        return [*ours, *(t for p in ours for t in optimizer.state[p].values() if t.dim())]
+
+    for a, b in zip(train(True), train(False), strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-3)
+
+
 # A user's own rule: heavy-ball with a sign, in one piece.
 def signed(p, g, memory, *, lr, keep, rest):  # type: ignore[no-untyped-def]
     memory = keep * memory + rest * sign(g)

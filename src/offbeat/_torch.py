@@ -1,9 +1,9 @@
-"""Every private name of torch and of Triton that this library uses, and nothing else of theirs.
+"""All private names of torch and Triton that this library uses.
 
-Any release may remove such a name. Each is an entry of :data:`PRIVATE`, which says what it is for, what happens without
-it, and how to see that it is there in the form that is expected. A name that only makes something faster has a public
-way beside it. A name that a feature cannot do without is asked for with :func:`require` when the feature is used, never
-at import. What a step needs is looked up once, here, so that it costs a step nothing.
+Any release may remove such a name. Each has an entry in :data:`PRIVATE`, with its purpose, what happens without it, and
+a probe that checks that it exists in the expected form. If a name only makes something faster, there is also a public
+way. If a feature needs a name, :func:`require` checks for it when the feature is used, never at import. Names that a
+step needs are looked up here once, so that they cost a step nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     # The public name is torch.distributed.GradBucket, but type checkers do not find it there.
     from torch._C._distributed_c10d import GradBucket as GradBucket
 
-#: Triton's releases (the first two numbers) in which the form of a launch has been looked at.
+#: The first and the last release of Triton (major, minor) for which the form of a launch was verified.
 TRITON = ((3, 6), (3, 9))
 
-#: What cannot be used without some of the names, in the words of the error that says so.
+#: The features that need some of the names, as they are called in error messages.
 FEATURES = {
     "overlap": "offbeat.overlap()",
     "ddp": "a DistributedDataParallel module with offbeat.overlap() or LocalSGD",
@@ -54,11 +54,11 @@ class Private:
     """A private name, or a family of them.
 
     Args:
-        name: where it is and what it is called; several are separated by commas.
-        purpose: what it is for.
-        without: what happens if it is not there.
-        find: the probe: true if it is there in the form that is expected. Raising means that it is not.
-        features: those of :data:`FEATURES` that cannot be used without it.
+        name: the full name; several are separated by commas.
+        purpose: what it is used for.
+        without: what happens if it is missing.
+        find: the probe, which returns whether it exists in the expected form. If it raises, it does not.
+        features: the :data:`FEATURES` that need it.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Private:
 
     @functools.cached_property
     def is_there(self) -> bool:
-        """What the probe said when it was asked first."""
+        """The result of the probe, which runs once."""
         try:
             return bool(self.find())
         except Exception:  # the probe itself may fail on another release
@@ -77,12 +77,12 @@ class Private:
 
 
 def report() -> list[tuple[str, bool]]:
-    """Each entry's name, and whether it is there."""
+    """The name of each entry, and whether it is there."""
     return [(one.name, one.is_there) for one in PRIVATE]
 
 
 def require(feature: str) -> None:
-    """Raise if a name is gone that this feature needs."""
+    """Raise if a name that this feature needs is missing."""
     gone = [one for one in PRIVATE if feature in one.features and not one.is_there]
     if gone:
         raise _missing(feature, [f"{one.name} ({one.purpose})" for one in gone])
@@ -97,7 +97,7 @@ def _missing(feature: str, names: Iterable[str]) -> RuntimeError:
 
 
 def _get(path: str) -> Any:
-    """What a dotted name stands for, or None if there is no such thing. Imports nothing."""
+    """The object with this dotted name, or None if there is none. Imports nothing."""
     first, *parts = path.split(".")
     found: Any = sys.modules[first]
     for part in parts:
@@ -107,7 +107,7 @@ def _get(path: str) -> Any:
 
 
 def _module(name: str) -> Any:
-    """A module, or None if there is none of this name."""
+    """The module with this name, or None if there is none."""
     try:
         return importlib.import_module(name)
     except ImportError:
@@ -115,7 +115,7 @@ def _module(name: str) -> Any:
 
 
 def _get_or_raise(path: str, feature: str) -> Any:
-    """What a dotted name stands for, or else a function that raises."""
+    """The object with this dotted name, or a function that raises if there is none."""
     found = _get(path)
 
     def missing(*args: Any, **kwargs: Any) -> Any:
@@ -125,9 +125,9 @@ def _get_or_raise(path: str, feature: str) -> Any:
 
 
 def _has(where: str, *names: str) -> bool:
-    """Whether a class ``module:Class`` or its objects have these attributes.
+    """Whether a class ``module:Class`` or its instances have these attributes.
 
-    Attributes of objects are those that a method of the class uses by name.
+    An instance counts as having an attribute if a method of the class uses its name.
     """
     module, _, name = where.partition(":")
     cls = getattr(importlib.import_module(module), name)
@@ -141,7 +141,7 @@ def _uses(cls: type, name: str) -> bool:
 
 
 class _Gone:
-    """Stands for a module that is not there; raises when it is used."""
+    """Stands in for a missing module; raises when it is used."""
 
     def __init__(self, name: str, feature: str) -> None:
         self._name, self._feature = name, feature
@@ -154,14 +154,28 @@ class _Gone:
 
 _FOREACH = (
     *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "maximum_", "minimum", "minimum_"),
-    *("neg", "neg_", "abs", "abs_", "sqrt", "sqrt_", "sign", "sign_", "reciprocal", "copy_", "zero_", "norm"),
+    *(
+        "neg",
+        "neg_",
+        "abs",
+        "abs_",
+        "sqrt",
+        "sqrt_",
+        "sign",
+        "sign_",
+        "reciprocal",
+        "reciprocal_",
+        "copy_",
+        "zero_",
+        "norm",
+    ),
     *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_"),
 )
 _FUSED = ("adam", "adamw", "sgd", "adagrad")
 
 
 def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
-    """What a multi-tensor operator does, by torch's public operators."""
+    """A multi-tensor operator, made from torch's public operators."""
     word = name.removesuffix("_")
     in_place, single = word != name, None if word in ("copy", "zero") else getattr(torch, word)
 
@@ -192,7 +206,24 @@ foreach_add, foreach_add_, foreach_copy_ = FOREACH["add"], FOREACH["add_"], FORE
 foreach_mul_, foreach_div_, foreach_zero_ = FOREACH["mul_"], FOREACH["div_"], FOREACH["zero_"]
 foreach_norm = FOREACH["norm"]
 
-#: torch's fused optimizers by name, such as ``adamw``; those that are there.
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = torch.split(flat, [t.numel() for t in tensors])
+    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
+
+
+#: Copies tensors of one dtype into one flat tensor.
+join_tensors: Callable[[Sequence[Tensor]], Tensor] = _get("torch._utils._flatten_dense_tensors") or _join
+#: Views of a flat tensor that have the shapes of the given tensors.
+split_like: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
+    _get("torch._utils._unflatten_dense_tensors") or _split_like
+)
+
+#: torch's fused optimizers by name, such as ``adamw``, as far as they exist.
 FUSED: dict[str, Callable[..., Any]] = {
     name: found for name in _FUSED if (found := _get(f"torch._fused_{name}_")) is not None
 }
@@ -200,7 +231,7 @@ FUSED: dict[str, Callable[..., Any]] = {
 
 @functools.cache
 def fused_sgd_is_right(dtype: torch.dtype) -> bool:
-    """Whether torch's fused SGD on the CPU updates tensors of this dtype; it is tried out.
+    """Whether torch's fused SGD on the CPU is right for this dtype; tries it out.
 
     In half precision it left most elements unchanged (https://github.com/pytorch/pytorch/issues/191763).
     """
@@ -212,13 +243,13 @@ def fused_sgd_is_right(dtype: torch.dtype) -> bool:
     return bool((p == 0.5).all()) and bool((momentum == 2.0).all())
 
 
-#: Unscales tensors as a GradScaler does, to the bit.
+#: Unscales tensors exactly as a GradScaler does, bit for bit.
 unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")
 
 #: The same, as ``__torch_dispatch__`` sees it; None if it is not there.
 UNSCALE_OPERATOR = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 
-#: What sets tensors to zero, as ``__torch_dispatch__`` sees it.
+#: The operators that set tensors to zero, as ``__torch_dispatch__`` sees them.
 ZERO_OPERATORS = tuple(
     found for name in ("zero_", "_foreach_zero_") if (found := _get(f"torch.ops.aten.{name}.default")) is not None
 )
@@ -235,15 +266,15 @@ version_of: Callable[[Any], int] = (
     attrgetter("_version") if hasattr(Tensor, "_version") else _get_or_raise("torch.Tensor._version", "overlap")
 )
 has_versions = hasattr(Tensor, "_version")
-#: The values of a sparse tensor that may have several at one place.
+#: The values of a sparse tensor that need not be coalesced.
 sparse_values = _get_or_raise("torch.Tensor._values", "scaler")
 #: ``__torch_function__`` of a class that has none.
 no_torch_function: Any = _get("torch._C._disabled_torch_function_impl") or Tensor.__torch_function__
-#: The attribute in which a DTensor has this rank's shard.
+#: The attribute of a DTensor that holds this rank's shard.
 LOCAL_TENSOR = "_local_tensor"
-#: The attribute in which a DTensor has how it is cut, which torch reads before any operator over several of them.
+#: The attribute of a DTensor that says how it is split, which torch reads before any operator over several of them.
 SPEC = "_spec"
-#: A view that negates, or None if there is no way to make one directly.
+#: Makes a negated view; None if torch has no such function.
 neg_view: Callable[[Tensor], Tensor] | None = _get("torch._neg_view")
 
 
@@ -254,7 +285,7 @@ def _has_no_memory(t: Tensor) -> bool:
         return False
 
 
-#: Whether a tensor stands for zeros without having memory.
+#: Whether a tensor represents zeros without having memory.
 is_zero_tensor: Callable[[Tensor], bool] = _get("torch.Tensor._is_zerotensor") or _has_no_memory
 
 
@@ -300,7 +331,7 @@ _cut = functools.lru_cache(maxsize=4096)(_Cut)
 
 
 def spec_of(t: Any) -> Any:
-    """How a DTensor is cut, with ``placements`` and ``mesh``. The same object as long as nobody replaces the tensor."""
+    """The specification of a DTensor, with ``placements`` and ``mesh``. It stays the same object."""
     try:
         return t._spec
     except AttributeError:
@@ -308,7 +339,7 @@ def spec_of(t: Any) -> Any:
 
 
 def shard_place(t: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's shard of a DTensor, and where it begins."""
+    """The shape of this rank's shard of a DTensor, and its offset in the whole tensor."""
     require("shards")
     found = importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
     shape, offset = found(t.shape, t.device_mesh, t.placements)
@@ -316,8 +347,8 @@ def shard_place(t: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def weak_table() -> Any:
-    """A table by the identity of its keys, which it does not keep alive."""
-    # By equality it would do for all keys but tensors, and those who have tensors ask for torch's before.
+    """A dictionary that compares keys by identity and does not keep them alive."""
+    # Comparing by equality works for all keys but tensors; code with tensors requires torch's class first.
     made = getattr(_module("torch.utils.weak"), "WeakIdKeyDictionary", weakref.WeakKeyDictionary)
     return made()
 
@@ -325,7 +356,7 @@ def weak_table() -> Any:
 pytree: Any = _module("torch.utils._pytree") or _Gone("torch.utils._pytree", "pure")
 
 
-# What is going on.
+# What is running now.
 
 
 def _always() -> int:
@@ -338,14 +369,14 @@ _TRACERS = [_get(f"torch._C._TorchDispatchModeKey.{name}") or True for name in (
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode sees every operation now; False if that cannot be known."""
+    """Whether a dispatch mode is active; False if that is unknown."""
     return _dispatch_modes is not _always and _dispatch_modes() > 0
 
 
 def is_traced() -> bool:
     """Whether a step is traced (``make_fx``, fake tensors), so that torch must see every operation.
 
-    If that cannot be known, any dispatch mode counts as one that traces.
+    If that is unknown, any dispatch mode counts as one that traces.
     """
     return _dispatch_modes() > 0 and any(_dispatch_mode(key) for key in _TRACERS)
 
@@ -460,7 +491,7 @@ _AMP = "_step_supports_amp_scaling"
 
 
 def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that is ``func``, or ``watched`` while there are hooks or a profiler to tell of it."""
+    """A step that calls ``func``, or ``watched`` if there are hooks or a profiler is active."""
     if not _STEP_HOOKS.is_there or not _PROFILER.is_there:
         return watched
     is_compiling, is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
@@ -486,7 +517,7 @@ def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable
 
 
 def step_pre_hooks(optimizer: Any) -> Any:
-    """The hooks that run before a step, an OrderedDict; None if it has none of the kind."""
+    """The OrderedDict of hooks that run before a step; None if the optimizer does not have one."""
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)
 
 
@@ -499,7 +530,7 @@ def state_dict_hooks(optimizer: Any, when: str) -> list[Callable[..., Any]]:
 
 
 def check_capture(optimizer: Any) -> None:
-    """torch's own check that a step may be captured in a graph if one is being captured."""
+    """Run torch's own check that a step may be captured, if a graph is being captured."""
     _get_or_raise("torch.optim.Optimizer._accelerator_graph_capture_health_check", "capture")(optimizer)
 
 
@@ -509,13 +540,13 @@ def takes_scaled_gradients(optimizer: Any) -> bool:
 
 
 def own_mark(optimizer: Any) -> bool | None:
-    """What :func:`takes_scaled_gradients` says for this object itself; None if that is left to its class."""
+    """The value of :func:`takes_scaled_gradients` that is set on this object itself; None if its class decides."""
     found: bool | None = vars(optimizer).get(_AMP)
     return found
 
 
 def mark_scaled(optimizer: Any, value: bool | None) -> None:
-    """Set what :func:`takes_scaled_gradients` says for an object or a class; None leaves it to the object's class."""
+    """Set the value of :func:`takes_scaled_gradients` for an object or a class; None lets the object's class decide."""
     if value is not None:
         setattr(optimizer, _AMP, value)
     elif _AMP in vars(optimizer):
@@ -523,10 +554,10 @@ def mark_scaled(optimizer: Any, value: bool | None) -> None:
 
 
 def mark_wrapper(cls: type, inner: Callable[[Any], Any]) -> None:
-    """Have :func:`takes_scaled_gradients` say for a wrapper what it says for the optimizer inside.
+    """Make :func:`takes_scaled_gradients` return the same for a wrapper as for the optimizer inside.
 
-    A GradScaler's own step is always told yes. It then calls the wrapper's step at every step, and leaves it to the
-    wrapper to skip.
+    For GradScaler.step it is always True. The scaler then always calls the wrapper's step, and the wrapper skips it if
+    necessary.
     """
     scaler_step = torch.amp.GradScaler.step.__code__
 
@@ -548,17 +579,17 @@ def scale_of(scaler: Any) -> Tensor | None:
 
 
 def scaler_states(scaler: Any) -> Any:
-    """What a GradScaler knows of each optimizer, by its id; ``update()`` puts a new table in its place."""
+    """A GradScaler's state for each optimizer, by id. ``update()`` replaces the dictionary."""
     return scaler._per_optimizer_states
 
 
 def check_scale(scaler: Any, where: str) -> None:
-    """A GradScaler's own check that it has scaled something."""
+    """Run a GradScaler's own check that it has scaled something."""
     scaler._check_scale_growth_tracker(where)
 
 
 def scaler_stage(name: str) -> Any:
-    """``READY``, ``UNSCALED`` or ``STEPPED``, as a GradScaler's state of an optimizer has it."""
+    """The stage ``READY``, ``UNSCALED`` or ``STEPPED`` in a GradScaler's state for an optimizer."""
     return importlib.import_module("torch.amp.grad_scaler").OptState[name]
 
 
@@ -585,18 +616,18 @@ def timeout_of(group: Any) -> Any:
 
 
 def count_groups() -> int:
-    """How many process groups there are in this process, as torch counts them; -1 if that is unknown."""
+    """The number of process groups in this process, as torch counts them; -1 if that is unknown."""
     names = getattr(_get("torch.distributed.distributed_c10d._world"), "pg_names", None)
     return -1 if names is None else len(names)
 
 
 def has_store() -> bool:
-    """Whether the store in which the ranks of the default group met can be used."""
+    """Whether the store of the default process group can be used."""
     return _get("torch.distributed.distributed_c10d._get_default_store") is not None
 
 
 def default_store() -> Any:
-    """The store in which the ranks of the default group met."""
+    """The store of the default process group."""
     return _get("torch.distributed.distributed_c10d._get_default_store")()
 
 
@@ -610,7 +641,7 @@ def flat_mesh(mesh: Any, name: str) -> Any:
 
 
 class TritonLaunch(NamedTuple):
-    """How to launch a kernel without what is for listeners: see :func:`triton_launch`."""
+    """How to launch a kernel without calling hooks: see :func:`triton_launch`."""
 
     run: Callable[..., None]
     function: Any
@@ -620,14 +651,14 @@ class TritonLaunch(NamedTuple):
 
     @property
     def is_heard(self) -> bool:
-        """Whether somebody listens to launches at this moment."""
+        """Whether hooks on launches are installed now."""
         return bool(self.before or self.after)
 
 
 def triton_launch_is_known(compiled: Any) -> bool:
     """Whether a compiled kernel can be launched by ``run(x, y, z, stream, function, metadata, None, None, None, ...)``.
 
-    True only for releases in which that has been looked at, and if the launcher takes these arguments in this order.
+    True only for releases for which this was verified, and if the launcher takes these arguments in this order.
     """
     try:
         triton = importlib.import_module("triton")
@@ -638,7 +669,7 @@ def triton_launch_is_known(compiled: Any) -> bool:
     except (ImportError, AttributeError, TypeError, ValueError):
         return False
     wanted = ["gridx", "gridy", "gridz", "stream", "function"]
-    # Later releases name what earlier ones take as the first of "the rest".
+    # Later releases name arguments that earlier ones take as the first of ``*args``.
     more = [["kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"], []]
     found = [one.name.lower() for one in named]
     return (
@@ -649,7 +680,7 @@ def triton_launch_is_known(compiled: Any) -> bool:
 
 
 def triton_launch(compiled: Any) -> TritonLaunch | None:
-    """The private way to launch a compiled kernel, or None if it must be launched by the documented one."""
+    """The private way to launch a compiled kernel, or None if the documented way must be used."""
     if not triton_launch_is_known(compiled):
         return None
     runtime = getattr(importlib.import_module("triton.knobs"), "runtime", None)
@@ -700,6 +731,12 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "torch._foreach_*", "operators over lists of tensors", "one tensor after the other, which is slower",
         lambda: all(_get(f"torch._foreach_{name}") for name in _FOREACH),
+    ),
+    Private(
+        "torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors",
+        "many small tensors as one", "public operators, which are slower",
+        lambda: callable(_get("torch._utils._flatten_dense_tensors"))
+        and callable(_get("torch._utils._unflatten_dense_tensors")),
     ),
     Private(
         "torch._fused_*_", "torch's own fused optimizers, where there is no kernel of ours",

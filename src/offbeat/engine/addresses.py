@@ -1,8 +1,8 @@
-"""Where many tensors lie, read and checked in one go.
+"""The memory addresses of many tensors, read and checked in one call.
 
-A compiled kernel works on addresses, and an address is only good if the tensor behind it is still what it was: same
-dtype, shape, strides and device, with memory enough, and plain, so that its memory holds its values. Python needs a few
-microseconds to check one tensor; the compiled reader needs a few hundredths of a microsecond.
+A compiled kernel works on addresses. An address is valid only while the tensor has the same dtype, shape, strides and
+device, enough memory, and is plain, so that its memory holds its values. Python needs about a microsecond to check a
+tensor; the compiled reader needs a few hundredths of a microsecond.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
 from offbeat.engine.reader import compiled_reader, shapes_of
-from offbeat.engine.tensors import is_plain
+from offbeat.engine.tensors import PLAIN
 
-#: What the compiled reader returns if a distributed gradient's specification is new to it.
+#: The compiled reader returns this for a distributed gradient whose specification it has not seen before.
 UNKNOWN = -2
 
 
 class AddressBook:
-    """The addresses of columns of tensors: parameters first, then their state. The tensors' objects stay the same.
+    """The addresses of columns of tensors: parameters first, then their state. The tensor objects stay the same.
 
-    All tensors are plain, dense and on one device; those in one column have the same dtype, those in one row the same
-    shape and layout. ``pinned`` are further tensors that must stay where they are. ``wrappers`` are distributed tensors
-    whose local parts the parameters are; gradients are distributed then too, cut as they are.
+    All tensors are plain, dense and on one device. Tensors in one column have the same dtype; tensors in one row have
+    the same shape and strides. ``pinned`` are further tensors that must keep their addresses. ``wrappers`` are DTensors
+    whose local tensors are the parameters; their gradients are then DTensors with the same placements.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class AddressBook:
         self.columns = [list(column) for column in columns]
         self.wrappers = None if wrappers is None else list(wrappers)
         self.pinned = [t for column in pinned for t in column]
-        #: Of parameters, gradients (0: there is none), then of each column of state.
+        #: The addresses of parameters, of gradients (0: no gradient), then of each column of state.
         self.tables = [array("q", bytes(8 * len(self.columns[0]))) for _ in range(len(columns) + 1)]
-        self._pinned_at = array("q", [t.data_ptr() for t in self.pinned])
+        self._pinned_places = [t.data_ptr() for t in self.pinned]
         self._device = self.columns[0][0].device
         self._dtypes = [column[0].dtype for column in self.columns]
         self._shapes = [(p.shape, p.stride(), p.numel()) for p in self.columns[0]]
-        # Specifications are recognised by being the same objects. Those of gradients are learnt from the gradients.
+        # Specifications are compared by identity. Those of gradients are learnt from the first gradients.
         self._specs: list[Any] = [spec_of(w) for w in self.wrappers or []]
         self._gradient_specs: list[Any] = [None] * len(self._specs)
         self._request = (
             self.columns, self.tables, shapes_of(self.columns[0]), self._dtypes, self._device,
-            self.pinned, self._pinned_at, self.wrappers, self._specs, self._gradient_specs,
+            self.pinned, array("q", self._pinned_places), self.wrappers, self._specs, self._gradient_specs,
         )  # fmt: skip
         self._compiled = compiled_reader(self._device)
 
     def fill(self, grads: Sequence[Tensor | None]) -> None:
-        """Set :attr:`tables` for gradients that have been checked, as the columns have been."""
-        # An empty gradient has no address, but it is there.
+        """Set :attr:`tables` for gradients that have already been checked, like the columns."""
+        # An empty gradient has no address, but 0 would mean that there is none.
         self.tables[1][:] = array("q", [0 if g is None else g.data_ptr() or 1 for g in grads])
         for column, table in self._column_tables():
             table[:] = array("q", [t.data_ptr() for t in column])
@@ -67,14 +67,14 @@ class AddressBook:
         return zip(self.columns, [self.tables[0], *self.tables[2:]], strict=True)
 
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> int | None:
-        """Bring :attr:`tables` up to date.
+        """Update :attr:`tables`.
 
         Args:
             params: must be this book's parameters, in its order.
             grads: their gradients; None reads them from ``.grad``.
 
         Returns:
-            How many gradients there are, or None if a tensor is not as it was; the tables are of no use then.
+            The number of gradients, or None if a tensor has changed; the tables are invalid then.
         """
         self._compiled = self._compiled or compiled_reader(self._device)
         if self._compiled is None:
@@ -87,7 +87,7 @@ class AddressBook:
         return None if count < 0 else count
 
     def bump(self, active: Sequence[int] | None) -> None:
-        """Tell autograd that the rows read last (``active``: only these, those with a gradient) are written."""
+        """Tell autograd that the tensors of these rows were written; None for all rows."""
         if self._compiled is not None:
             self._compiled.bump(self.columns, self.tables[1], self.wrappers)
         else:
@@ -95,35 +95,100 @@ class AddressBook:
             rows = range(len(self.columns[0])) if active is None else active
             increment_version([column[i] for column in columns for i in rows])
 
-    def _read_in_python(self, params: Sequence[Any], grads: Sequence[Any] | None) -> int | None:
+    def _checked_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> Sequence[Any] | None:
+        """The gradients or their local tensors. None if the parameters are not the book's, or a pinned tensor moved."""
         mine = self.columns[0] if self.wrappers is None else self.wrappers
-        if len(params) != len(mine) or not all(map(is_, params, mine)):
-            return None
-        if list(map(_place, self.pinned)) != self._pinned_at.tolist():
+        if len(params) != len(mine) or not all(map(is_, params, mine)) or not self._pinned_stayed():
             return None
         gradients: Sequence[Any] | None = [p.grad for p in params] if grads is None else grads
         gradients = gradients if self.wrappers is None else self._local_gradients(params, grads)
-        if gradients is None or len(gradients) != len(params):
+        return None if gradients is None or len(gradients) != len(params) else gradients
+
+    def _pinned_stayed(self) -> bool:
+        try:
+            for t, place in zip(self.pinned, self._pinned_places, strict=True):
+                if t.data_ptr() != place or type(t) not in PLAIN:
+                    return False
+        except RuntimeError:  # a tensor has no address
+            return False
+        return True
+
+    def _read_in_python(self, params: Sequence[Any], grads: Sequence[Any] | None) -> int | None:
+        gradients = self._checked_gradients(params, grads)
+        if gradients is None:
             return None
-        for c, (column, table) in enumerate(self._column_tables()):
-            for i, t in enumerate(column):
-                address = self._address(c, i, t)
-                if address is None:
-                    return None
-                table[i] = address
+        for (column, table), dtype in zip(self._column_tables(), self._dtypes, strict=True):
+            if not self._fill(table, column, dtype):
+                return None
+        table = self.tables[1]
+        if not self._fill(table, gradients, self._dtypes[0]):
+            return None
         count = 0
         for i, g in enumerate(gradients):
-            address = 0 if g is None else self._address(0, i, g)
-            if address is None:
-                return None
-            self.tables[1][i] = 0 if g is None else address or 1  # an empty tensor lies nowhere, but it is there
-            count += g is not None
+            if g is not None:
+                count += 1
+                table[i] = table[i] or 1  # an empty gradient has no address, and 0 would mean that there is none
+        return count
+
+    def _fill(self, table: array[int], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
+        """Write the addresses of tensors into a table (0 for empty ones and for None). False if one has changed."""
+        device, itemsize, may_be_conjugate = self._device, dtype.itemsize, dtype.is_complex
+        i = -1
+        try:
+            for t, (shape, strides, numel) in zip(tensors, self._shapes, strict=True):
+                i += 1
+                table[i] = 0
+                if t is None:
+                    continue
+                if type(t) not in PLAIN or t.dtype is not dtype or t.shape != shape or t.device != device:
+                    return False
+                if t.layout is not torch.strided or not (
+                    t.stride() == strides or _same_strides(shape, t.stride(), strides)
+                ):
+                    return False
+                if t.is_neg() or is_zero_tensor(t) or t.is_inference() or (may_be_conjugate and t.is_conj()):
+                    return False
+                if numel:
+                    table[i] = place = t.data_ptr()
+                    # The storage may have been freed or shrunk although the tensor has its shape.
+                    end = (t.storage_offset() + numel) * itemsize
+                    if not place or end > t.untyped_storage().nbytes():
+                        return False
+        except RuntimeError:  # a tensor has no address
+            return False
+        return True
+
+    def check(self, params: Sequence[Any], grads: Sequence[Any]) -> int | None:
+        """Like :meth:`read`, for tiers that work on tensors. They need no addresses, and take any strides."""
+        self._compiled = self._compiled or compiled_reader(self._device)
+        if self._compiled is not None:
+            return self.read(params, grads)
+        gradients = self._checked_gradients(params, grads)
+        if gradients is None:
+            return None
+        device, count = self._device, 0
+        try:
+            for column, dtype in zip(self.columns, self._dtypes, strict=True):
+                for t, (shape, _, numel) in zip(column, self._shapes, strict=True):
+                    if t.dtype is not dtype or t.shape != shape or t.device != device or not _has_memory(t, numel):
+                        return None
+            dtype = self._dtypes[0]
+            for g, (shape, _, numel) in zip(gradients, self._shapes, strict=True):
+                if g is None:
+                    continue
+                count += 1
+                if not isinstance(g, Tensor) or g.dtype is not dtype or g.shape != shape or g.device != device:
+                    return None
+                if g.is_neg() or is_zero_tensor(g) or not _has_memory(g, numel):
+                    return None
+        except RuntimeError:  # a tensor has no address
+            return None
         return count
 
     def _local_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> list[Any] | None:
-        """The local parts of gradients that are cut as their parameters, and None if any is not.
+        """The local tensors of the gradients; None if one does not have the placements of its parameter.
 
-        The specifications of these gradients are recognised from now on.
+        Remembers the specifications of these gradients.
         """
         gradients: list[Any] = []
         for i, (p, g) in enumerate(zip(params, [p.grad for p in params] if grads is None else grads, strict=False)):
@@ -142,36 +207,17 @@ class AddressBook:
             gradients.append(local_tensor(g))
         return gradients
 
-    def _address(self, column: int, row: int, t: Any) -> int | None:
-        """Where a tensor lies (an empty one: 0), or None if it is not what is expected there."""
-        dtype = self._dtypes[column]
-        if not is_plain(t) or t.dtype is not dtype or t.device != self._device:
-            return None
-        shape, strides, numel = self._shapes[row]
-        try:
-            if t.layout is not torch.strided or t.shape != shape or not _same_strides(shape, t.stride(), strides):
-                return None
-            if t.is_neg() or is_zero_tensor(t) or t.is_inference() or (dtype.is_complex and t.is_conj()):
-                return None
-            place = t.data_ptr()
-            # The storage may have been freed or shrunk while the tensor kept its shape.
-            end = (t.storage_offset() + numel) * dtype.itemsize
-            if numel and (not place or end > t.untyped_storage().nbytes()):
-                return None
-        except RuntimeError:  # the tensor has no address
-            return None
-        return place if numel else 0
-
 
 def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
     return a == b or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
 
 
-def _place(t: Tensor) -> int | None:
-    try:
-        return t.data_ptr() if is_plain(t) else None
-    except RuntimeError:  # the tensor has no memory of its own
-        return None
+def _has_memory(t: Tensor, numel: int) -> bool:
+    """Whether a tensor is plain, and its storage has not been freed or shrunk."""
+    if type(t) not in PLAIN or t.layout is not torch.strided:
+        return False
+    end = (t.storage_offset() + numel) * t.itemsize
+    return not numel or (t.data_ptr() != 0 and end <= t.untyped_storage().nbytes())
 
 
 def _cut_alike(a: Any, b: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What ranks that share matrices tell each other beside them: whether they have the same, norms, and state."""
+"""What ranks that share matrices exchange besides the matrices: checks that they agree, norms, and state."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
     "send_from_owners",
 ]
 
-#: Bytes of state that are sent at a time. A single tensor may need more.
+#: Bytes of state that are sent at once. A single tensor may need more.
 PACKED_BYTES = 64 << 20
 
 
 def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group pass the same."""
+    """Raise on all ranks unless all ranks of the group pass the same shapes."""
     if not _same(repr(shapes), group, device):
         raise RuntimeError(
             "the ranks have different parameters, or the same in another order, so they cannot share the work; build "
@@ -39,9 +39,9 @@ def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None
 
 
 def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same gradients to the bit.
+    """Raise on all ranks unless all ranks of the group have the same gradients, bit for bit.
 
-    One pass over the gradients: their bits are added up as whole numbers, in which the order does not matter.
+    Makes one pass over the gradients: their bits are summed as integers, so the order does not matter.
     """
     total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
     for g in gradients:
@@ -54,7 +54,7 @@ def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
 
 
 def check_same_kinds(kinds: Sequence[str], group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless the same parameters have gradients, of the same types, on all ranks."""
+    """Raise on all ranks unless the same parameters have gradients, of the same types, on every rank."""
     if not _same(repr(kinds), group, device):
         raise RuntimeError(
             "the ranks have gradients for different parameters, so they cannot compute one norm of all gradients; make "
@@ -63,7 +63,7 @@ def check_same_kinds(kinds: Sequence[str], group: Any, device: torch.device) -> 
 
 
 def check_same_norms(norms: Sequence[Tensor], group: Any) -> None:
-    """Raise, on every rank alike, unless all ranks have the same norms of gradients that DDP does not reduce."""
+    """Raise on all ranks unless every rank has the same norms of gradients that DDP does not reduce."""
     if not _same(repr([norm.item() for norm in norms]), group, norms[0].device):
         raise RuntimeError(
             "parameters outside of the DistributedDataParallel module have different gradients on the ranks, so the "
@@ -147,7 +147,7 @@ def check_shared_work(work: Sequence[tuple[Options, Sequence[Any]]], group: Any,
 
 
 def norms_of_owners(norms: Sequence[Tensor], mine: Sequence[bool], group: Any) -> list[Tensor]:
-    """The norm that the owner of each matrix has found: every rank gets the same bits."""
+    """The norm of each matrix, from its owner. Every rank gets the same bits."""
     wide = [norm.double() if here else torch.zeros_like(norm).double() for norm, here in zip(norms, mine, strict=True)]
     found = torch.stack(wide)
     dist.all_reduce(found, group=group)  # all but one are zero, so the order of the sum does not matter

@@ -1,9 +1,9 @@
 """Batches: parameters of one device and one combination of dtypes that one tier updates together.
 
-A batch is built for a step, from members that have been checked. :meth:`Batch.prepare` works out the numbers and may
-raise; :meth:`Batch.run` changes parameters and state. At the next step :meth:`Batch.read` says whether the batch still
-fits: every tensor is asked again where it lies and whether it has kept its dtype, shape and layout. If so, the batch
-is prepared and run again.
+A batch is built for a step, from members that have been checked. :meth:`Batch.prepare` computes the coefficients and
+may raise; :meth:`Batch.run` changes parameters and state. At the next step :meth:`Batch.read` tells whether the batch
+still fits: it reads the address of every tensor, and checks that dtype, shape and strides are the same. If they are,
+the batch is prepared and run again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.autograd.graph import increment_version
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.extras import Extras
-from offbeat.engine.foreach import run_foreach
+from offbeat.engine.foreach import pieces_of, run_foreach
 from offbeat.engine.loop import run_compact, run_loop
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
@@ -41,13 +41,13 @@ class Batch:
         sets: the coefficients of this step, once they are prepared on the host.
         dtypes: the dtypes of p, g and the state.
         on_device: whether coefficients are computed on the device.
-        keeps: whether the batch can serve a later step.
-        clips_exactly: whether clipping in the same pass gives the bits of a separate multiplication.
+        keeps: whether a later step can reuse the batch.
+        clips_exactly: whether clipping in the same pass gives the same bits as a separate multiplication.
     """
 
     sets: CoefficientSets
     clips_exactly = False
-    _symbolic = False  # whether numbers are 0-d tensors
+    _symbolic = False  # whether coefficients are 0-d tensors
 
     def __init__(self, options: Options, members: Sequence[Member]) -> None:
         one = members[0]
@@ -68,7 +68,7 @@ class Batch:
         self._set_up(options)
 
     def _set_up(self, options: Options) -> None:
-        """Get ready to read addresses again and again."""
+        """Prepare for reading addresses at every step."""
         pinned = [*(column.tensors for column in self.scalars), *self.scales]
         self.book = AddressBook([self.shards, *self.columns], pinned, self.params if self.distributed else None)
 
@@ -81,7 +81,7 @@ class Batch:
         return True
 
     def prepare(self, options: Options) -> bool:
-        """Work out the numbers of the step; raises if they make no sense. False if the batch does not fit."""
+        """Compute the coefficients of the step; raises if they are invalid. False if the batch does not fit."""
         if self._symbolic:
             options.sample_coefficients()
             return True
@@ -101,7 +101,7 @@ class Batch:
         """Raise, on every rank alike, unless ranks that share work have the same gradients for it."""
 
     def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can do this in the same pass."""
+        """Whether :meth:`run` can apply these extras in the same pass."""
         return False
 
     def run(self, options: Options, extras: Extras, state: State) -> None:
@@ -113,17 +113,17 @@ class Batch:
         self.release()
 
     def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
-        """The same, for the members at the positions ``active`` (None: all)."""
+        """The same, for the members with the indices ``active`` (None: all)."""
         raise NotImplementedError
 
     def _active(self) -> Sequence[int] | None:
-        """The members that have a gradient; None if all have."""
+        """The indices of the members that have a gradient; None if all have one."""
         if self._count == len(self.params):
             return None
         return [i for i, address in enumerate(self.book.tables[1]) if address]
 
     def _begin_late(self, options: Options, active: Sequence[int] | None) -> None:
-        """Give state that depends on the hyperparameters of the first step its initial value, at that step."""
+        """At the first step, initialise state that depends on the hyperparameters of that step."""
         if not any(self.sets.begins):
             return
         for slot in options.slots:
@@ -135,7 +135,7 @@ class Batch:
                         column[i].fill_(initial)
 
     def release(self) -> None:
-        """Keep no gradient alive."""
+        """Drop references to gradients."""
         self._gradients = []
 
 
@@ -159,49 +159,74 @@ class CpuBatch(Batch):
         elements = self._elements if active is None else sum(self._numel[i] for i in active)
         self._kernel(self.book.tables, self._numel, chosen, flat, elements)
         self.sets.store(options.scalar_keys, self.scalars, active)
-        # The kernel writes without autograd's knowledge.
+        # Autograd does not see what the kernel writes.
         self.book.bump(active)
 
 
 class TensorBatch(Batch):
     """A batch whose tier takes lists of tensors."""
 
+    _reads_memory = False  # whether the tier needs the strides that tensors had before
+
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
         """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
-        if not super().read(params, grads):
+        given = [p.grad for p in params] if grads is None else list(grads)
+        count = self.book.read(params, given) if self._reads_memory else self.book.check(params, given)
+        if count is None:
             return False
-        given = [p.grad for p in params] if grads is None else grads
-        self._gradients = [None if g is None else local(g) for g in given]
+        self._count = count
+        self._gradients = [None if g is None else local(g) for g in given] if self.distributed else given
         return True
 
-    def _active(self) -> Sequence[int]:
+    def _active(self) -> Sequence[int] | None:
         return [i for i, g in enumerate(self._gradients) if g is not None]
 
-    def _lists(self, chosen: Sequence[int]) -> list[list[Tensor]]:
-        """p, g and state of the members at these positions."""
+    def _tell_autograd(self, active: Sequence[int] | None) -> None:
+        if self.distributed:  # the operators wrote to the local tensors; autograd tracks the DTensors
+            increment_version(self.params if active is None else [self.params[i] for i in active])
+
+
+class ListBatch(TensorBatch):
+    """A batch whose tier updates all tensors of a list with one call."""
+
+    def _active(self) -> Sequence[int] | None:
+        return None if self._count == len(self.params) else super()._active()
+
+    def _lists(self, chosen: Sequence[int] | None) -> list[list[Tensor]]:
+        """p, g and state of the members with these indices (None: all)."""
         gradients: list[Any] = self._gradients
-        return [[column[i] for i in chosen] for column in (self.shards, gradients, *self.columns)]
-
-    def _tell_autograd(self, active: Sequence[int]) -> None:
-        if self.distributed:  # the operators wrote to the shards; autograd watches the DTensors
-            increment_version([self.params[i] for i in active])
+        columns = [self.shards, gradients, *self.columns]
+        return columns if chosen is None else [[column[i] for i in chosen] for column in columns]
 
 
-class ForeachBatch(TensorBatch):
+class ForeachBatch(ListBatch):
     """torch's multi-tensor operators, one for each instruction of the program."""
 
-    @torch.no_grad()
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
-        self._begin_late(options, active)
-        for which, row in enumerate(self.sets.sets):
-            mine = [i for i in active if self.sets.number(i) == which]
-            if mine:
-                run_foreach(options.typed(self.dtypes), self._lists(mine), row)
-        self.sets.store(options.scalar_keys, self.scalars, active)
+    def _set_up(self, options: Options) -> None:
+        super()._set_up(options)
+        self._typed = options.typed(self.dtypes)
+        self._pieces = pieces_of(self._typed, self.shards)
+
+    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+        if self._typed.program is not options.program:
+            self._typed = options.typed(self.dtypes)
+        with torch.no_grad():
+            self._begin_late(options, active)
+            if active is None and self.sets.chosen is None:
+                run_foreach(self._typed, self._lists(None), self.sets.sets[0], self._pieces)
+            else:
+                for which, row in enumerate(self.sets.sets):
+                    members = range(len(self.params)) if active is None else active
+                    mine = [i for i in members if self.sets.number(i) == which]
+                    if mine:
+                        run_foreach(self._typed, self._lists(mine), row)
+            self.sets.store(options.scalar_keys, self.scalars, active)
 
 
-class NativeBatch(TensorBatch):
-    """One call of torch's own fused operator. Counters stay where they are: the host asks for no number."""
+class NativeBatch(ListBatch):
+    """One call of torch's own fused operator, which reads the counters itself: the host does not wait for them."""
+
+    _reads_memory = True
 
     def prepare(self, options: Options) -> bool:
         """Check that the numbers can be worked out."""
@@ -210,10 +235,11 @@ class NativeBatch(TensorBatch):
 
     @torch.no_grad()
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
-        for column in self.scalars:  # the operator wants counters that include this step
+        for column in self.scalars:  # the operator expects counters that include this step
             column.count(active)
         p, g, *columns = self._lists(active)
-        entries = dict(zip(options.scalar_keys, ([c.tensors[i] for i in active] for c in self.scalars), strict=True))
+        stored = (c.tensors if active is None else [c.tensors[i] for i in active] for c in self.scalars)
+        entries = dict(zip(options.scalar_keys, stored, strict=True))
         entries |= dict(zip(options.tensor_keys, columns, strict=True))
         assert options.rule.surface.native is not None
         options.rule.surface.native(options.h, 1 if self._first and any(self._first) else 2, p, g, entries)
@@ -221,7 +247,7 @@ class NativeBatch(TensorBatch):
 
 
 class LoopBatch(TensorBatch):
-    """The rule's own function, for one parameter after the other. Built anew for every step."""
+    """The rule's own function, called for one parameter after the other. Built again for every step."""
 
     def __init__(self, options: Options, members: Sequence[Member], *, symbolic: bool) -> None:
         self._members, self._symbolic = members, symbolic
@@ -270,7 +296,7 @@ class LoopBatch(TensorBatch):
 
 
 def _can_stay(m: Member) -> bool:
-    """Whether a member's tensors can be recognised at the next step by asking where they lie."""
+    """Whether a later step can tell from addresses, dtypes, shapes and strides that a member's tensors still fit."""
     p = m.columns[0]
     plain = m.simple and m.rows is None and all(is_plain(t) and has_storage(t) for t in m.columns)
     return plain and all(is_dense(t) and same_layout(t, p) for t in m.columns)

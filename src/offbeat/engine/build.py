@@ -1,7 +1,6 @@
-"""Builds the batches for some parameters of one group: checks everything before anything changes.
+"""Builds the batches for some parameters of one group, and checks everything before anything changes.
 
-Whatever can go wrong goes wrong here, before a parameter, a state entry or a counter has changed. That is how a step
-that raises changes nothing.
+Errors are raised here, before a parameter, a state entry or a counter changes. So a step that raises changes nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
 class Part:
     """The batches of a group, or of some of its parameters.
 
-    Making one checks the gradients, allocates missing state, chooses tiers and makes batches. Nothing the user can
-    see changes until :meth:`commit`.
+    The constructor checks the gradients, allocates missing state, chooses tiers and makes batches. It does not change
+    the optimizer's state; :meth:`commit` does.
 
     Attributes:
-        batches: with the positions of their parameters in the list.
-        choices: by parameter (its id), the tier that runs it.
-        keeps: whether the batches can serve a later step.
+        batches: the batches, each with the indices of its parameters.
+        choices: the tier of each parameter (by id).
+        keeps: whether a later step can reuse the batches.
     """
 
     def __init__(
         self, options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: State
     ) -> None:
-        self.params = list(params)  # kept alive, so that their ids are not given to other tensors
+        self.params = list(params)  # keeps them alive, so that no other tensor gets their ids
         self.options, self.state = options, state
         self.batches: list[tuple[Batch, list[int]]] = []
         self.keeps = False
@@ -64,7 +63,7 @@ class Part:
         except (ArithmeticError, ValueError, RuntimeError):
             if not idle:
                 raise
-            self._arrange(members)  # the counter of a parameter without a gradient may make no sense
+            self._arrange(members)  # a parameter without a gradient may have an invalid counter
         self.choices: dict[int, Choice] = {id(m.param): m.choice for m in members}
 
     def _members(self, given: Sequence[tuple[Tensor, Tensor]]) -> list[Member]:
@@ -84,7 +83,7 @@ class Part:
         ]
 
     def _is_marked(self, entry: dict[str, Any]) -> bool:
-        """Whether the state has not seen a step, for rules that do not count steps."""
+        """Whether the state is marked as unused by any step, for rules that do not count steps."""
         return self.options.marks and all(is_unbegun(local(entry[key])) for key in self.options.tensor_keys)
 
     def _member(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
@@ -103,20 +102,20 @@ class Part:
         return member
 
     def _is_on_device(self, member: Member) -> bool:
-        """Whether the numbers an update needs are on the device, and are to stay there."""
+        """Whether the coefficients of an update are computed on the device."""
         p, h = member.columns[0], self.options.h
         if not uses_triton(member.choice, p.device) or any(t.device != p.device for t in member.scalars):
             return False
-        # On the CPU, where Triton's interpreter runs, all counters are on the device of their parameters.
+        # With Triton's interpreter, counters are always on the device of their parameters: the CPU.
         counting = bool(member.scalars) and (p.device.type != "cpu" or bool(h.fused))
         if not (counting or h.capturable or self.options.has_tensors):
             return False
         return why_no_kernel(self.options.typed(member.dtypes, on_device=True), Variant(by_row=True), p.device) is None
 
     def _idle(self, active: set[int]) -> list[Member]:
-        """Parameters without a gradient whose state is there; a gradient would look like the parameter.
+        """Parameters without a gradient that have state. The parameter itself stands in for the gradient.
 
-        Without them, gradients that come in turns would never find batches that have them all.
+        With them, a batch also fits later steps in which other parameters have gradients.
         """
         found: list[Member] = []
         wanted = [slot.key for slot in self.options.slots]
@@ -134,7 +133,7 @@ class Part:
                 TypeError,
                 ValueError,
                 RuntimeError,
-            ):  # errors of a parameter without a gradient do not concern this step
+            ):  # this parameter has no gradient, so its errors do not matter to this step
                 continue
             if member.simple and not created and member.choice.tier != "loop":
                 member.idle = True
@@ -142,12 +141,12 @@ class Part:
         return found
 
     def _arrange(self, members: list[Member]) -> None:
-        """Put the members into batches, and work out their numbers."""
+        """Group the members into batches, and compute their coefficients."""
         options = self.options
         position = {id(p): i for i, p in enumerate(self.params)}
         groups: dict[Any, list[Member]] = {}
         for m in sorted(members, key=lambda m: position[id(m.param)]):
-            # Members at their first step need a batch of their own where all of a batch share the step.
+            # Members at their first step need their own batch if all members of a batch share one step.
             alone = m.first and "step" not in options.scalar_keys and (m.on_device or m.choice.tier == "native")
             scalars = tuple(t.dtype for t in m.scalars)
             kind = (m.choice.tier, m.columns[0].device, m.dtypes, m.keys, scalars, m.on_device, m.distributed, alone)
@@ -155,7 +154,7 @@ class Part:
         self.batches = [(self._batch(some), [position[id(m.param)] for m in some]) for some in groups.values()]
         for batch, _ in self.batches:
             batch.prepare(options)
-        split = len({key[:-1] for key in groups}) < len(groups)  # for this step only
+        split = len({key[:-1] for key in groups}) < len(groups)  # only in this step
         self.keeps = bool(groups) and not split and all(batch.keeps for batch, _ in self.batches)
         if self.keeps:
             inside = {i for _, positions in self.batches for i in positions}
@@ -171,7 +170,7 @@ class Part:
         if uses_triton(choice, device):
             try:
                 return DeviceBatch(self.options, members)
-            except (NotTraceable, TritonError) as error:  # the numbers cannot be computed on the device
+            except (NotTraceable, TritonError) as error:  # the device cannot compute the coefficients
                 for m in members:
                     m.on_device = False
                     if self.options.h.capturable:
@@ -181,11 +180,11 @@ class Part:
 
     @property
     def is_current(self) -> bool:
-        """Whether no state has been added or replaced since."""
+        """Whether no state was added or replaced since the batches were built."""
         return self._clock == self.state.clock[0]
 
     def fits(self, options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
-        """Whether the batches serve this step too; if so, they are ready to run."""
+        """Whether the batches fit this step too; if so, they are ready to run."""
         if not self.is_current or len(params) != len(self.params) or options.kind != self.options.kind:
             return False
         if self._outside and any((params[i].grad if grads is None else grads[i]) is not None for i in self._outside):
@@ -196,14 +195,14 @@ class Part:
             try:
                 ready = batch.read(mine, given) and batch.prepare(options)
             except (ArithmeticError, ValueError, RuntimeError):
-                ready = False  # the counter of a parameter without a gradient may make no sense; the rebuild finds out
+                ready = False  # perhaps a parameter without a gradient has an invalid counter; rebuild to find out
             if not ready:
                 self.release()
                 return False
         return True
 
     def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can do this in the same pass."""
+        """Whether :meth:`run` can apply these extras in the same pass."""
         return all(batch.takes(extras) for batch, _ in self.batches)
 
     def commit(self) -> None:
@@ -212,12 +211,12 @@ class Part:
             self.state[p] = entry
         for p, key, value in self._created:
             if self.options.marks and not self.options.symbolic:
-                mark_unbegun(value)  # the step may still be skipped on the device
+                mark_unbegun(value)  # the device may still skip the step
             self.state[p][key] = value
         self._restored, self._created = [], []
 
     def settle(self) -> None:
-        """Call when all state of the step is stored. A later change of state was made by someone else."""
+        """Call this when all state of the step is stored, so that later changes of the state are noticed."""
         self._clock = self.state.clock[0]
 
     def run(self, options: Options, extras: Extras) -> None:
@@ -226,7 +225,7 @@ class Part:
             batch.run(options, extras, self.state)
 
     def release(self) -> None:
-        """Keep no gradient alive; the step is done, or does not happen."""
+        """Drop references to gradients: the step is done, or does not happen."""
         for batch, _ in self.batches:
             batch.release()
 
@@ -234,7 +233,7 @@ class Part:
 def check_gradients(
     options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parameters that have a gradient, with it. Raises if one does not fit."""
+    """The parameters that have a gradient, with their gradients. Raises if a gradient does not fit."""
     given = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     for p, g in given:
         check_gradient(options.rule, options.h, p, g)

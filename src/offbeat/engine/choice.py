@@ -20,7 +20,7 @@ from offbeat.engine.trace import Program, TypedProgram
 #: Devices on which torch's own fused operators run.
 _NATIVE_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
 
-_CAPTURING = "no step was made before the capture to prepare for it"
+_CAPTURING = "no step was made before the capture"
 
 
 class Choice(NamedTuple):
@@ -33,12 +33,17 @@ class Choice(NamedTuple):
         return f"{self.tier} ({self.reason})"
 
 
-#: The tier of tensors without values, and of steps that torch must see every operation of.
-TRACED = Choice("loop", "the tensors are traced: every operation is one that torch sees")
+#: The tier of tensors without values, and of steps in which torch must see every operation.
+TRACED = Choice("loop", "the step is traced, so torch must see every operation")
 
 
 def choose(options: Options, tensors: list[Tensor], program: Program | None = None) -> Choice:
-    """The tier for one parameter; ``tensors`` are p, g and the state, ``program`` the maths if not the rule's own.
+    """The tier for one parameter.
+
+    Args:
+        options: the options of its group.
+        tensors: p, g and the state.
+        program: the maths, if it is not the rule's own.
 
     Raises:
         RuntimeError: ``fused=True`` is not possible.
@@ -58,10 +63,10 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
     if h.capturable and (h.fused or h.foreach is None) and h.fused is not False:
         why_not = _why_not_fused(options, tensors, program) or (_CAPTURING if is_capturing() else None)
         if why_not is None:
-            return Choice("fused", "capturable=True: every number stays on the device")
+            return Choice("fused", "capturable=True: coefficients stay on the device")
         return Choice("loop", f"capturable=True, and {why_not}")
     if h.capturable:
-        return Choice("loop", "capturable=True: every number stays on the device")
+        return Choice("loop", "capturable=True: coefficients stay on the device")
     if h.fused:
         return _fused(options, tensors, program)
     if h.foreach is False or (h.fused is False and h.foreach is None):
@@ -73,7 +78,7 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
     why_not = _why_not_fused(options, tensors, program)
     if why_not is None:
         return Choice("fused", "the fastest for these tensors")
-    # Elsewhere the counters are not where torch's operators look for them.
+    # On other devices the counters are not where torch's operators expect them.
     if p.device.type == "cpu" and program is None and _why_not_native(options, tensors) is None:
         return Choice("native", f"torch's own operator, because {why_not}")
     return Choice("foreach" if not options.form and is_dense(p) and has_storage(p) else "loop", why_not)
@@ -107,19 +112,19 @@ def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
     if options.form or not p.is_floating_point() or len({t.dtype for t in tensors}) > 1:
         return "torch's operator needs parameters, gradients and state of one floating point dtype"
     if not is_dense(p) or not all(map(has_storage, tensors)):
-        return "torch's operator needs tensors without gaps in memory"
+        return "torch's operator needs dense tensors, without gaps in memory"
     if p.device.type == "cpu" and not surface.native_takes(p.dtype):
         return f"torch's operator is wrong for {p.dtype} on the CPU"
     return None
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:
-    """Whether a choice means a Triton kernel."""
+    """Whether a choice runs a Triton kernel."""
     return choice.tier == "fused" and (device.type != "cpu" or is_interpreting())
 
 
 def _why_not_fused(options: Options, tensors: list[Tensor], program: Program | None) -> str | None:
-    """The reason there is no kernel of ours for these tensors; compiles it to find out."""
+    """The reason that offbeat has no kernel for these tensors, or None. Compiles the kernel to find out."""
     if not all(map(is_plain, tensors)):
         return "the parameter is not a plain tensor"
     for t in tensors:

@@ -1,14 +1,14 @@
-r"""Numbers in fewer bits: what the compact forms of state and parameters mean, in torch's operators.
+r"""Compact forms of state and parameters, which use fewer bits: their definition, with torch's operators.
 
 - ``signed8``: blocks of 256 elements share a scale :math:`s`, their largest absolute value. A code :math:`c` from -127
-  to 127 stands for :math:`s \, \mathrm{sign}(c) (c/127)^2`.
-- ``unsigned8``: likewise, a code from 0 to 255 stands for :math:`s \, (c/255)^4`. A number that is not zero never gets
-  the code 0. In both forms, NaN or infinity spoils the whole block.
-- ``stochastic``: bfloat16, rounded up or down at random so that it is right on average. The random bits are a hash of
-  the element's position, the step and the column, so a step can be repeated.
+  to 127 represents :math:`s \, \mathrm{sign}(c) (c/127)^2`.
+- ``unsigned8``: likewise, a code from 0 to 255 represents :math:`s \, (c/255)^4`. A number that is not zero never gets
+  the code 0. In both forms, one NaN or infinity makes the whole block invalid.
+- ``stochastic``: bfloat16, rounded up or down at random, which is unbiased. The random bits are a hash of the element's
+  position, the step and the column, so a step can be repeated.
 - ``kahan``: bfloat16, with the rounding error kept in a second bfloat16.
 
-The kernels do the same in registers, with the constants below. They are tested against these functions, which also
+The kernels do the same in registers, with the constants below. Tests compare them with these functions, which also
 run where there is no kernel.
 """
 
@@ -24,7 +24,7 @@ GROUP = 256
 
 #: The largest code's value, in units of the smallest value above zero.
 LEVELS = {"signed8": 127.0**2, "unsigned8": 255.0**4}
-#: A block with a smaller scale is stored as zeros, or as the smallest code: LEVELS / scale would not be a float32.
+#: A block with a smaller scale is stored as zeros, or as the smallest code: LEVELS / scale would overflow float32.
 SMALLEST = {"signed8": 1e-30, "unsigned8": 2e-29}
 
 _LARGEST = {"signed8": 127, "unsigned8": 255}
@@ -52,7 +52,7 @@ def scales_for(elements: int) -> int:
 
 
 def decode(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """The numbers that codes stand for, in float32 and laid out as the codes."""
+    """The numbers that codes represent, in float32 and with the strides of the codes."""
     q = flat(codes).to(torch.float32)
     each = (scales * (1 / LEVELS[kind])).repeat_interleave(GROUP)[: len(q)]
     x = q * q.abs() * each if kind == "signed8" else q * q * (q * q) * each
@@ -62,7 +62,7 @@ def decode(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 
 def decode_exactly(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
-    """As :func:`decode`, but the largest code gives exactly its scale, so that encoding again gives the same scales."""
+    """Like :func:`decode`, but the largest code gives exactly its scale, so encoding again gives the same scales."""
     x = decode(codes, scales, kind)
     q, each = flat(codes).to(torch.int16), scales.repeat_interleave(GROUP)[: codes.numel()]
     largest = _LARGEST[kind]
@@ -71,7 +71,7 @@ def decode_exactly(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
 
 
 def encode(x: Tensor, codes: Tensor, scales: Tensor, kind: str) -> None:
-    """Write numbers as codes and scales; ``x`` has the strides of the codes."""
+    """Encode numbers as codes and scales; ``x`` must have the strides of ``codes``."""
     values = flat(x).to(torch.float32)
     padded = torch.zeros(len(scales) * GROUP, dtype=torch.float32, device=x.device)
     padded[: len(values)] = values
@@ -89,7 +89,7 @@ def encode(x: Tensor, codes: Tensor, scales: Tensor, kind: str) -> None:
 
 
 def round_stochastically(x: Tensor, step: float | Tensor, column: int) -> Tensor:
-    """Float32 numbers as bfloat16."""
+    """Round float32 numbers to bfloat16, up or down at random."""
     values = flat(x.to(torch.float32))
     index = torch.arange(len(values), dtype=torch.int64, device=x.device)
     random = _hash(index, torch.as_tensor(step, device=x.device).to(torch.int64))

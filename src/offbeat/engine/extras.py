@@ -1,4 +1,4 @@
-"""What a step does with gradients beside the update: unscale, skip, clip, set to zero."""
+"""What a step can do besides the update: unscale, clip or zero the gradients, or skip the step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offbeat.engine.tensors import local
 
 
 class Work(NamedTuple):
-    """A group, parameters of it, and their gradients; None reads them from ``.grad``."""
+    """A group, some or all of its parameters, and their gradients; None reads gradients from ``.grad``."""
 
     group: dict[str, Any]
     params: Sequence[Tensor]
@@ -30,25 +30,25 @@ class Work(NamedTuple):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is a gradient."""
+        """Whether there is at least one gradient."""
         return any(g is not None for g in (self.grads if self.grads is not None else (p.grad for p in self.params)))
 
     @property
     def key(self) -> tuple[int, ...]:
-        """Under which batches are kept: the group's id, or those of some of its parameters."""
+        """The key under which batches are cached: the group's id, or the ids of some of its parameters."""
         whole = self.params is self.group["params"]
         return (id(self.group),) if whole else tuple(map(id, self.params))
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What to do with gradients.
+    """What to do besides the update.
 
     Attributes:
-        grad_scale: gradients are divided by this number, and stay divided.
-        found_inf: the step is skipped if this is not zero.
-        clip: gradients are multiplied by this number for the update; the gradients themselves do not change.
-        zero: gradients are set to zero afterwards.
+        grad_scale: divide gradients by this number, in place.
+        found_inf: skip the step if this is not zero.
+        clip: multiply gradients by this number for the update; the gradients themselves do not change.
+        zero: set gradients to zero afterwards.
     """
 
     grad_scale: Tensor | None = None
@@ -66,11 +66,11 @@ class Extras:
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether gradients are different afterwards."""
+        """Whether gradients are changed."""
         return self.zero or self.grad_scale is not None
 
     def variant(self, *, by_row: bool) -> Variant:
-        """The kernel that does this in the same pass."""
+        """The variant of a kernel that does this in the same pass."""
         scaled, guarded, clipped = (t is not None for t in self.numbers)
         return Variant(by_row, scaled, guarded, clipped, self.zero)
 
@@ -79,10 +79,10 @@ NOTHING = Extras()
 
 
 def fitting(extras: Extras, work: Sequence[Work]) -> Extras | None:
-    """The same extras with all numbers on the one device of the work, as kernels take them.
+    """The same extras with all numbers on the device of the parameters, as kernels take them.
 
-    None if there are several devices, or if two parameters share a gradient that is to change: the second would find
-    it changed.
+    None if there are several devices, or if two parameters share a gradient that changes: the second update would use
+    the changed gradient.
     """
     devices = {p.device for item in work for p in item.params}
     if len(devices) != 1:
@@ -100,9 +100,9 @@ def fitting(extras: Extras, work: Sequence[Work]) -> Extras | None:
 
 @contextmanager
 def by_hand(extras: Extras, work: Sequence[Work]) -> Iterator[list[Work] | None]:
-    """For tiers that only update: yields the work with its gradients prepared, or None if the step is skipped.
+    """For tiers that can only update: yields the work with prepared gradients, or None if the step is skipped.
 
-    On leaving, gradients are set to zero if they are to be.
+    On exit, gradients are set to zero if the extras ask for it.
     """
     there = list({id(g): local(g) for item in work for g in item.gradients if g is not None}.values())
     if extras.found_inf is not None and extras.found_inf.item():
@@ -120,7 +120,7 @@ def by_hand(extras: Extras, work: Sequence[Work]) -> Iterator[list[Work] | None]
 
 
 def _in_place(tensors: Sequence[Tensor], divisor: float | None) -> None:
-    """Divide by a number, or set to zero for None: plain tensors together, others one by one."""
+    """Divide tensors by a number, or set them to zero for None. Plain tensors are handled in one call."""
     plain: list[Tensor] = []
     others: list[Tensor] = []
     for t in tensors:

@@ -14,7 +14,7 @@ from offbeat.rules.rule import Rule, Values
 
 
 def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
-    """Raise unless ``g`` can be the gradient of ``p`` under this rule. NaN and infinity are values, not errors."""
+    """Raise unless ``g`` can be the gradient of ``p`` under this rule. NaN and infinity are allowed."""
     if not isinstance(g, Tensor):
         raise TypeError(f"a gradient must be a Tensor or None, but got {type(g).__name__}")
     if g.shape != p.shape:
@@ -47,7 +47,7 @@ def check_gradient(rule: Rule, h: Values, p: Tensor, g: Any) -> None:
 
 
 def _check_whole(rule: Rule, p: Any) -> None:
-    """Raise unless this rank has whole matrices of ``p``, of real numbers."""
+    """Raise unless ``p`` is real and the rule can be applied to the part of it that this rank has."""
     if p.is_complex():
         raise RuntimeError(f"{rule.name} does not support complex parameters; pass torch.view_as_real(parameter)")
     if not is_dtensor(p):
@@ -57,7 +57,7 @@ def _check_whole(rule: Rule, p: Any) -> None:
     if cut is not None and not rule.matrix.cut and not rule.matrix.pieces:
         raise RuntimeError(
             f"{rule.name} needs whole parameters, but one of shape {tuple(p.shape)} has the placements "
-            f"{tuple(p.placements)}, so that this rank has a part of it; leave this parameter unsharded, or use an "
+            f"{tuple(p.placements)}, so this rank has only a part of it; leave this parameter unsharded, or use an "
             "elementwise rule such as AdamW for it"
         )
 
@@ -70,7 +70,7 @@ def local_gradient(p: Tensor, g: Tensor) -> Tensor:
 
 
 def check_shape(key: str, value: Tensor, shape: tuple[int, ...] | None, p: Tensor) -> None:
-    """Raise unless a saved value has the shape that an entry for ``p`` has."""
+    """Raise unless a saved value has the shape that this state entry of ``p`` has."""
     if shape is None or value.shape != shape:
         raise ValueError(
             f"the loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "
@@ -87,7 +87,7 @@ def shard_like(key: str, value: Tensor, p: Tensor) -> Tensor:
 
 
 def check_alike(key: str, value: Tensor, p: Tensor) -> None:
-    """Raise unless a saved value has the shape of ``p`` and is a DTensor exactly if ``p`` is one."""
+    """Raise unless a saved value has the shape of ``p``, and both or neither are DTensors."""
     if value.shape != p.shape:
         raise ValueError(
             f"the loaded state dict has {key!r} of shape {tuple(value.shape)} for a parameter of shape "

@@ -1,6 +1,6 @@
-"""The loop tier: the rule's own function on tensors, one parameter after the other.
+"""The loop tier: calls the rule's own function on the tensors of one parameter after the other.
 
-The other tiers are tested against it. It takes tensors that they cannot take, and it is the differentiable form.
+The other tiers are tested against it. It accepts tensors that they do not, and autograd can differentiate through it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def run_loop(
         names: the names of the tensors.
         tensors: p, g and the state.
         scalars: coefficients and structure.
-        differentiable: whether autograd watches.
+        differentiable: whether autograd records the update.
     """
     if differentiable:
-        # Autograd keeps its inputs, and the originals are about to be overwritten.
+        # Autograd saves the inputs, and the originals are overwritten below.
         inputs = [tensors[0].clone(), tensors[1], *(t.clone() for t in tensors[2:])]
         _write([tensors[0], *tensors[2:]], evaluate(rule, names, inputs, scalars))
         return
@@ -47,7 +47,7 @@ def run_loop(
 def evaluate(
     rule: Rule, names: Sequence[str], tensors: Sequence[Tensor], scalars: Mapping[str, Any]
 ) -> Sequence[Tensor]:
-    """The new parameter and state, in the dtype they are computed in; nothing is changed."""
+    """The new parameter and state, in the dtype in which they are computed. Changes nothing."""
     compute = compute_dtype(t.dtype for t in tensors)
     inputs = {name: t if t.dtype == compute else t.to(compute) for name, t in zip(names, tensors, strict=True)}
     return rule.apply(inputs, scalars)
@@ -61,7 +61,7 @@ def run_compact(
     scales: Sequence[Tensor],
     scalars: Mapping[str, Any],
 ) -> None:
-    """Update one parameter that is stored in compact forms, or whose state is: decode, update, encode."""
+    """Update one parameter with compact storage of the parameter or its state: decode, update, encode."""
     scale = dict(zip(scaled_columns(form), scales, strict=True))
     columns, errors = columns[: len(form)], columns[-1]
     values = [decode(t, scale[i], form[i]) if i in scale else t.float() for i, t in enumerate(columns)]

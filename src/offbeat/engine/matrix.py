@@ -117,7 +117,7 @@ class MatrixBatch(TensorBatch):
             return found
         assert matrix is not None
         self._alone = []
-        for i in self._active():
+        for i in self._active() or ():
             cut = _cut(matrix, self.params[i]) if self.distributed else None
             if cut is not None:
                 job = Job(i, cut.shape, self.sets.number(i), cut)

@@ -1,4 +1,4 @@
-"""One parameter of a step: its tensors checked, unwrapped, and in the form the tiers take."""
+"""One parameter of a step, with its tensors: checked, unwrapped, and in the form that the tiers take."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from offbeat.rules.rule import Slot
 #: State entries that did not exist in this form: parameter, key, value.
 Created = list[tuple[Tensor, str, Tensor]]
 
-_SPARSE = Choice("loop", "sparse gradient: only the rows it touches")
+_SPARSE = Choice("loop", "sparse gradient: updates only its rows")
 
 
 @dataclass
@@ -32,14 +32,14 @@ class Member:
         param: the parameter.
         columns: p, g and the state tensors, as the tiers take them.
         scalars: the stored scalars, in the order of the slots.
-        scales: the scales of state in 8 bits.
-        first: its state has not seen a step.
-        simple: its columns are its own tensors or their local shards; nothing was copied or viewed.
-        rows: the indices of the rows that a sparse gradient touches.
+        scales: the scales of 8-bit state.
+        first: whether this is the first step of its state.
+        simple: whether its columns are its own tensors or their local shards, not copies or views.
+        rows: the indices of the rows that a sparse gradient contains.
         choice: the tier that runs it.
-        own_gradient: the gradient's column is the user's tensor, not a copy of it.
-        on_device: its coefficients are computed on the device.
-        idle: it has no gradient this time.
+        own_gradient: whether the gradient's column is the user's tensor, not a copy of it.
+        on_device: whether its coefficients are computed on the device.
+        idle: whether it has no gradient in this step.
         keys: the names of the state tensors among the columns.
     """
 
@@ -68,7 +68,7 @@ class Member:
 
 
 def make_member(options: Options, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
-    """Check a parameter with its gradient and state, and unwrap them. Raises before anything has changed."""
+    """Check a parameter with its gradient and state, and unwrap them. Raises before anything changes."""
     h = options.h
     scalars = [entry[key] for key in options.scalar_keys]
     if h.differentiable:
@@ -126,7 +126,7 @@ def _dense(created: Created, p: Tensor, key: str, t: Tensor) -> Tensor:
 
 
 def _check_columns(options: Options, keys: Sequence[str], columns: list[Tensor], scalars: list[Tensor]) -> None:
-    """Raise unless the state fits the parameter as it is now, and the parameter can be written to."""
+    """Raise unless the state fits the parameter's current shape and device, and the parameter can be updated."""
     p = columns[0]
     shape, device = p.shape, p.device
     odd = {slot.key: slot.shape_for(shape) for slot in options.slots if slot.shape is not None}
@@ -159,7 +159,7 @@ def _check_scales(options: Options, p: Tensor, scales: list[Tensor]) -> None:
 
 
 def align(options: Options, member: Member, created: Created) -> None:
-    """Give all columns the parameter's layout: a gradient by a copy, state for good."""
+    """Give all columns the strides of the parameter. A gradient is copied; state is replaced."""
     p = member.columns[0]
     for i, t in enumerate(member.columns[1:], start=1):
         aligned = match_layout(t, p)
@@ -172,7 +172,7 @@ def align(options: Options, member: Member, created: Created) -> None:
             continue
         form = options.form[i] if i < len(options.form) else "plain"
         if form in CODE_DTYPES:
-            # The elements that share a scale are neighbours in memory: in another layout they are others.
+            # Elements that share a scale are neighbours in memory, so other strides need other scales.
             which = scaled_columns(options.form).index(i)
             scales = torch.empty_like(member.scales[which])
             encode(match_layout(decode(t, member.scales[which], form), p), aligned, scales, form)

@@ -1,4 +1,4 @@
-"""A param group's options, and everything that follows from them alone; worked out once while they do not change."""
+"""The options of a param group, and everything derived from them; computed again only when they change."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
 
 class Sharing(NamedTuple):
-    """The ranks that share the work of whole matrices, each of which has all parameters.
+    """The ranks that share the work on whole matrices. Each of them has all parameters.
 
     Attributes:
         group: the process group.
         exact: whether results are sent in the dtype in which they were computed, even if it is wider than bfloat16.
-        owners: the owners of matrices whose gradients reach their owner alone; None if all ranks have all gradients.
+        owners: the owners of the matrices if gradients are reduced to them; None if all ranks have all gradients.
     """
 
     group: Any
@@ -44,11 +44,11 @@ class Options:
         form: the forms in which p, g and state are stored; empty if all are plain.
         structure: the booleans that choose between variants of the maths.
         has_tensors: whether a hyperparameter is a tensor.
-        sharing: the ranks that share the work of whole matrices; None if each does all of it.
-        symbolic: whether numbers stay tensors, on their device or watched by autograd.
-        marks: whether state that has not seen a step is marked so.
-        reasons: by program, dtypes and device, why there is no kernel for them, or None.
-        kind: everything that decides which kernel runs. Batches are built for options of one kind.
+        sharing: the ranks that share the work on whole matrices; None if each rank does all of it.
+        symbolic: whether coefficients are tensors, kept on their device or recorded by autograd.
+        marks: whether state that has not seen a step is marked.
+        reasons: for each program, dtypes and device, the reason that there is no kernel, or None.
+        kind: everything that decides which kernel runs. A batch fits all options of the same kind.
     """
 
     def __init__(self, rule: Rule, options: dict[str, Any], sharing: Sharing | None = None) -> None:
@@ -81,11 +81,11 @@ class Options:
         self.kind = (flags, self.structure, self.tensor_keys, self.scalar_keys, self.has_tensors)
 
     def on_host(self) -> Values:
-        """The hyperparameters with tensors read as numbers, which waits for their device."""
+        """The hyperparameters, with tensors read as numbers. Reading waits for their device."""
         return _without_tensors(self.h, None) if self.has_tensors else self.h
 
     def sample_coefficients(self, h: Values | None = None) -> dict[str, Any]:
-        """Coefficients for arbitrary stored scalars: their names, and a check that they can be computed."""
+        """Coefficients for arbitrary stored scalars, to learn their names and to check that they can be computed."""
         h = self.h if h is None else h
         stored = {slot.key: 0.5 for slot in self.rule.slots(h) if slot.scalar and slot.key != "step"}
         return self.rule.coefficients(h, Values(step=1, **stored))
@@ -103,7 +103,7 @@ class Options:
 
     @functools.cached_property
     def device_program(self) -> Program:
-        """The same, and late state is initialised by the program: only the device knows which step is the first."""
+        """The same, for steps that the device counts: the program itself initialises late state at the first step."""
         return self._trace(tuple(slot.key for slot in self.rule.slots(self.h) if slot.late and not slot.scalar))
 
     def _trace(self, late: tuple[str, ...]) -> Program:
@@ -128,7 +128,7 @@ def _in_words(value: Any) -> str:
 
 
 def hyperparameters(group: dict[str, Any]) -> Values:
-    """A group's options as attributes. Tensors become numbers, unless autograd watches them or they are on a device."""
+    """A group's options as attributes. A CPU tensor becomes a number, unless the step is differentiable or traced."""
     items = {name: _plain(value) for name, value in group.items() if name not in ("params", "param_names")}
     watched = bool(items["differentiable"])
     for name, value in list(items.items()):
@@ -140,7 +140,7 @@ def hyperparameters(group: dict[str, Any]) -> Values:
 
 
 def _plain(value: Any) -> Any:
-    """Lists as tuples, and numbers of any library as Python's."""
+    """A list as a tuple, and a number of another library (NumPy) as a Python float."""
     if isinstance(value, list):
         return tuple(map(_plain, value))
     if isinstance(value, Number) and not isinstance(value, (int, float, complex)):
@@ -173,7 +173,7 @@ def _without_tensors(h: Values, stand_in: float | None) -> Values:
 
 
 class OptionsCache:
-    """The options of groups. They are compared with the live groups every time, so they are never stale."""
+    """Caches the options of groups. They are compared with the live groups at every step, so they are never stale."""
 
     def __init__(self, rule: Rule, sharing: Sharing | None) -> None:
         self.rule, self._sharing = rule, sharing
@@ -188,7 +188,7 @@ class OptionsCache:
         """The options of this group as they are now."""
         if (known := self._known.get(id(group))) is not None:
             before, found = known
-            # Objects that are identical and immutable are equal; this is quicker than comparing them.
+            # All values are immutable, so identical objects are equal; comparing identities is faster.
             same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return found

@@ -1,7 +1,7 @@
 """The gradient of a matrix that has been reduced to its owner: only the owner has it.
 
-``.grad`` must not hold numbers then: a norm, a check for infinity or a log would differ from rank to rank in silence.
-It holds an :class:`OwnedGradient` instead, on every rank alike.
+``.grad`` must not hold numbers then: a norm, a check for infinity or a log would silently differ between ranks. It
+holds an :class:`OwnedGradient` instead, on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["OwnedGradient", "gradient_of", "reduced_gradient"]
 
 
 class OwnedGradient(Tensor):
-    """Takes the place of a gradient that only one rank has. Its shape, dtype and device can be read.
+    """Stands in for a gradient that only one rank has. Its shape, dtype and device can be read.
 
-    A ``GradScaler`` unscales it as it does any gradient; the ranks agree whether one of them has found an infinity.
-    Set to zero, ``.grad`` holds ordinary zeros again. Everything else raises.
+    A ``GradScaler`` unscales it like any gradient; all ranks learn whether one of them found an infinity. After it is
+    set to zero, ``.grad`` holds ordinary zeros. All other operations raise.
 
     Attributes:
         held: the gradient on its owner, and zeros elsewhere.
@@ -33,7 +33,7 @@ class OwnedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, held: Tensor, group: Any) -> OwnedGradient:
-        """Take the place of ``held``, the gradient of ``param``. The ranks of ``group`` agree on what is not finite."""
+        """Stand in for ``held``, the gradient of ``param``. The ranks of ``group`` agree on whether all is finite."""
         made: OwnedGradient = _torch.shape_only(cls, param)
         made.held = held
         made._param, made._group = weakref.ref(param), group
@@ -71,13 +71,13 @@ class OwnedGradient(Tensor):
 
 
 def gradient_of(p: Tensor) -> Tensor | None:
-    """What ``p.grad`` stands for: the gradient, or zeros if it has been reduced to another rank."""
+    """The gradient behind ``p.grad``: zeros if it has been reduced to another rank."""
     g = p.grad
     return g.held if isinstance(g, OwnedGradient) else g
 
 
 def reduced_gradient(p: Tensor) -> Tensor | None:
-    """As :func:`gradient_of`. Raises if the gradient has not been reduced to its owner."""
+    """Like :func:`gradient_of`, but raises if the gradient has not been reduced to its owner."""
     if p.grad is not None and not isinstance(p.grad, OwnedGradient):
         raise RuntimeError(
             f"the gradient of a matrix of shape {tuple(p.shape)} has not been reduced to its owner: it was set by "

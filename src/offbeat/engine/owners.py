@@ -1,6 +1,6 @@
-"""Who works on which matrix: an owner for each, balanced by cost, and rounds of bounded size.
+"""Assigns an owner to each matrix, balanced by cost, and divides the work into rounds of bounded size.
 
-Pure functions of shapes: every rank computes the same result without asking the others.
+These are pure functions of shapes: every rank computes the same result without communication.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["Owners", "assign", "cost_of", "rounds"]
 
 
 def cost_of(shape: Sequence[int]) -> int:
-    """What a matrix, or a stack of them, costs: rows times columns times the shorter side."""
+    """The cost of a matrix or of a stack of matrices: rows times columns times the shorter side."""
     count = 1
     for size in shape:
         count *= size
@@ -24,10 +24,10 @@ def cost_of(shape: Sequence[int]) -> int:
 
 
 def assign(costs: Sequence[float], ranks: int, busy: Sequence[float] | None = None) -> list[int]:
-    """The owner of each matrix: the most expensive first, each to the rank that has the least to do so far.
+    """The owner of each matrix: the most expensive come first, each goes to the rank with the least work so far.
 
     Args:
-        busy: what each rank has to do already; None for nothing.
+        busy: the work that each rank already has; None for none.
 
     Example:
         >>> assign([8, 1, 4, 4, 1], 2)
@@ -44,7 +44,7 @@ def assign(costs: Sequence[float], ranks: int, busy: Sequence[float] | None = No
 
 
 def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) -> list[list[int]]:
-    """Positions of matrices in rounds in which no rank has more than ``limit`` of ``sizes`` to work on, or just one.
+    """Indices of matrices in rounds. In a round, each rank has one matrix, or several of at most ``limit`` in total.
 
     Example:
         >>> rounds([2, 2, 2, 5], [0, 0, 0, 1], 2, 4)
@@ -64,11 +64,11 @@ def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) 
 
 
 class Owners:
-    """The owner of each of an optimizer's matrices, for as long as the optimizer lives: the owner has its state.
+    """The owners of an optimizer's matrices. They never change, because the owner has the state of a matrix.
 
     Attributes:
         rank: the rank of this process.
-        stale: whether steps have changed state on the owners alone, since all ranks had it last.
+        stale: whether steps have changed state on the owners since all ranks last had all state.
     """
 
     def __init__(self, ranks: int, rank: int) -> None:
@@ -77,7 +77,7 @@ class Owners:
         self._of = weak_table()
 
     def add(self, params: Iterable[Tensor]) -> None:
-        """Give each of these matrices that has no owner one. Every rank must add the same."""
+        """Assign an owner to each of these matrices that has none. Every rank must add the same matrices."""
         new = [p for p in params if p not in self._of]
         costs = [cost_of(p.shape) for p in new]
         for p, cost, owner in zip(new, costs, assign(costs, len(self._busy), self._busy), strict=True):

@@ -1,4 +1,4 @@
-"""Parameters and state in fewer bits: the options, and what they make of a rule's state."""
+"""Parameters and state in fewer bits: the options, and the state that they lead to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def precision_options(rule: Rule) -> tuple[str, ...]:
 
 
 def check_precision(rule: Rule, options: Mapping[str, Any]) -> None:
-    """Raise if an option has a value that is not allowed, or the options do not go together."""
+    """Raise if an option has an invalid value, or if the options exclude each other."""
     state, rounding = options.get("state_dtype"), options.get("rounding")
     if rounding not in _ROUNDINGS:
         raise ValueError(f"rounding must be None, 'stochastic' or 'kahan', but got {rounding!r}")
@@ -58,7 +58,7 @@ def kept_slots(rule: Rule, h: Values) -> tuple[Slot, ...]:
     state, rounding = vars(h).get("state_dtype"), vars(h).get("rounding")
     scalars = [slot for slot in slots if slot.scalar]
     if (rounding or state in (torch.bfloat16, EIGHT)) and not any(slot.key == "step" for slot in scalars):
-        # Random bits must differ from step to step, and be the same when a step is repeated.
+        # Random bits must differ between steps, and be the same when a step is repeated.
         scalars.append(Slot("step", scalar=True))
     tensors, scales = [], []
     for slot in slots:
@@ -66,7 +66,7 @@ def kept_slots(rule: Rule, h: Values) -> tuple[Slot, ...]:
             continue
         if state == EIGHT:
             form = "unsigned8" if slot.positive else "signed8"
-            # Under names of their own, or torch.optim would read the codes as numbers.
+            # With other names, because torch.optim would read the codes as numbers.
             tensors.append(replace(slot, key=f"{slot.key}_8bit", form=form, dtype=CODE_DTYPES[form]))
             scales.append(Slot(f"{slot.key}_scale", scalar=False, form="scales", dtype=torch.float32))
         elif state == torch.bfloat16:
@@ -88,7 +88,7 @@ def formats(h: Values, slots: Sequence[Slot]) -> tuple[str, ...]:
 
 
 def check_compact(h: Values, p: Tensor, sparse: bool) -> None:
-    """Raise if a parameter cannot be stored as the options say."""
+    """Raise if the options for storage do not fit a parameter."""
     rounding = vars(h).get("rounding")
     if rounding is not None and p.dtype != torch.bfloat16:
         raise RuntimeError(
@@ -126,11 +126,11 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
     numbers = {key: value for key, value in in_numbers(entry).items() if value is not None}
     bases = {slot.key.removesuffix("_8bit") for slot in slots if not slot.scalar}
     if any(base in entry and entry[base] is None for base in bases) and not bases & numbers.keys():
-        return {}  # an old SGD that has not begun writes None
+        return {}  # old versions of SGD save None before the first step
     for slot in slots:
         base = slot.key.removesuffix("_8bit")
         if slot.scalar and slot.key == "step" and "step" not in numbers:
-            # Its state may be waiting for its first step. All shards carry the mark, so all ranks decide alike.
+            # Marked state has not seen a step. All shards have the mark, so all ranks decide in the same way.
             found["step"] = 0.0 if all(_is_mark(value) for key, value in numbers.items() if key in bases) else 1.0
         elif slot.form in CODE_DTYPES and base in numbers:
             x = shard_like(base, numbers[base], p)
@@ -152,7 +152,7 @@ def _is_mark(value: Any) -> bool:
 
 
 def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:
-    """Whether state is in another form than these slots say, because the options of a live group have changed."""
+    """Whether state is not stored as these slots require, because the options of a live group have changed."""
     wants_codes = any(slot.form in CODE_DTYPES for slot in slots)
     if wants_codes != any(key.endswith("_8bit") for key in entry):
         return any(slot.key.removesuffix("_8bit") in _bases(entry) for slot in slots if not slot.scalar)

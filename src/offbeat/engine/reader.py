@@ -1,6 +1,6 @@
-"""The compiled address reader. The first address book starts the compiler; the result is loaded, checked and used.
+"""The compiled address reader. The first address book starts the compiler; the library is then loaded and checked.
 
-Until then, and where it cannot be compiled, :class:`~offbeat.engine.addresses.AddressBook` reads in Python.
+Until it is ready, and where it cannot be compiled, :class:`~offbeat.engine.addresses.AddressBook` reads in Python.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError
 from offbeat.engine.reader_build import Build, is_whole
 
-#: Seconds between two looks at whether the compiler is done.
+#: Seconds between two checks whether the compiler is done.
 SECONDS_BETWEEN = 0.1
 
 
 class _Reader:
-    """The state of the one compiled reader of a process."""
+    """The compiled reader of this process, and how far it is."""
 
     def __init__(self) -> None:
         self.module: Any = None
@@ -39,12 +39,12 @@ class _Reader:
         self._lock = threading.Lock()
 
     def get(self) -> Any:
-        """The module, or None as long as there is none. Never raises."""
+        """The module, or None while there is none. Never raises."""
         if self.over or time.monotonic() < self._next_look or not self._lock.acquire(blocking=False):
             return self.module
         try:
             self._look()
-        except Exception as error:  # whatever the error is, Python can read the addresses
+        except Exception as error:  # Python can read the addresses instead
             self._end(None, str(error) if isinstance(error, CompilerError) else f"{type(error).__name__}: {error}")
         finally:
             self._next_look = time.monotonic() + SECONDS_BETWEEN
@@ -60,7 +60,7 @@ class _Reader:
         if self._build is None:
             self._build = Build()
         library = self._build.poll()
-        if library is None or _torch.has_dispatch_mode():  # a mode may change what is compared
+        if library is None or _torch.has_dispatch_mode():  # a mode may change the results of the check
             return
         try:
             module = _load(library)
@@ -91,10 +91,12 @@ def _why_not_wanted() -> str | None:
 
 
 def compiled_reader(device: torch.device | None = None) -> Any:
-    """The compiled reader's module if it is there and takes tensors of this device, else None.
+    """The compiled reader's module if it is ready and can read tensors of this device, else None.
 
     The first call starts the compiler. No call waits for it.
     """
+    if _reader.over and _reader.module is None:
+        return None
     module = None if _why_not_wanted() else _reader.get()
     return module if module is None or device is None or _suits(module, device) else None
 
@@ -117,7 +119,7 @@ def wait_for_reader(seconds: float) -> bool:
 
 
 def shapes_of(tensors: list[Tensor]) -> array[int]:
-    """Dimensions, sizes and strides of one tensor after the other, as the compiled reader wants them."""
+    """The number of dimensions, the sizes and the strides of each tensor, as the compiled reader takes them."""
     shapes = array("q")
     for t in tensors:
         shapes.extend((t.dim(), *t.shape, *t.stride()))
@@ -137,7 +139,7 @@ def _load(library: Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _suits(module: Any, device: torch.device) -> bool:
-    """Whether the reader recognises a plain tensor of this device as one."""
+    """Whether the reader accepts a plain tensor of this device."""
     with torch.inference_mode(False):
         return _read(module, [torch.empty(0, device=device)], []) == ([0], [0])
 
@@ -157,7 +159,7 @@ def _read(module: Any, tensors: list[Tensor], grads: list[Any] | None) -> tuple[
 
 
 class _Subclass(Tensor):
-    """A subclass of Tensor, whose memory may mean anything; the reader must refuse it."""
+    """A subclass of Tensor, which the reader must refuse: its memory need not hold its values."""
 
 
 @torch.inference_mode(False)
@@ -165,7 +167,7 @@ def _agrees(module: Any) -> bool:
     """Whether the module and Python give the same answers for some tensors."""
     if not _torch.has_versions or _torch.neg_view is None:  # the answers cannot be compared
         return False
-    # Said in full: the program may have set another default dtype or device.
+    # Written out, because the program may have set another default dtype or device.
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     plain = [torch.nn.Parameter(torch.arange(6, **like)[2:]), torch.ones(2, 3, **like).t()]
     other = torch.zeros(4, **like)

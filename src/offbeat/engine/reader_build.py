@@ -1,8 +1,8 @@
 """Builds ``reader.cpp`` against the headers of the installed torch: in the background, and once for all processes.
 
-The compiler runs in a process of its own that may outlive this one, so that even a short program leaves the library
-for the next one. That process holds a lock on a file in the cache directory while it works; the system releases the
-lock when the process ends, however it ends. All processes check the directory from time to time. None of them waits.
+The compiler runs in a process of its own, which may outlive this one, so even a short program builds the library for
+the next one. The compiler's process holds a file lock in the cache directory, which the system releases when the
+process ends for any reason. All processes check the directory from time to time; none of them waits.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from offbeat.engine.cpu.compiler import (
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
-#: It takes 15 s, but minutes on a busy machine.
+#: It usually takes 15 s, but may take minutes on a busy machine.
 SECONDS = 900
-#: How often a compiler that was killed is started.
+#: How many times the compiler is started if it is killed.
 ATTEMPTS = 2
 
-# Either the library or what the compiler said is put in its place in one go.
+# Either the library or the compiler's output is moved into place, atomically.
 _SCRIPT = """
 work=$1 library=$2 failure=$3
 shift 3
@@ -49,9 +49,9 @@ rm -rf "$work"
 
 
 class Build:
-    """The library for this Python, torch and compiler. Raises :class:`CompilerError` if there can be none.
+    """The library for this Python, torch and compiler. Raises :class:`CompilerError` if it cannot be built.
 
-    Where it cannot be compiled, one that any compiler made from the same source for the same torch and Python is used.
+    Without a compiler, a cached library for the same source, torch and Python is used, whichever compiler made it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Build:
             self.library, self._why_not = found[0], str(error)
             return
         self._name = f"{name}-{_digest_of_build(self._command)}"
-        found = cached(f"{self._name}.so")  # perhaps in a directory that cannot be written to
+        found = cached(f"{self._name}.so")  # the directory may be read-only
         self._use(found[0].parent if found else cache_directory())
         self._began = time.time()
         self._deadline = time.monotonic() + SECONDS
@@ -99,7 +99,7 @@ class Build:
         return None
 
     def discard(self) -> None:
-        """Remove the library because it cannot be loaded; it will be built again."""
+        """Remove a library that cannot be loaded, so that it is built again."""
         if self._command:
             try:
                 self.library.unlink(missing_ok=True)
@@ -134,13 +134,13 @@ class Build:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not meant for it
+            start_new_session=True,  # Ctrl-C must not reach it
             pass_fds=(lock,),
         )
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library has its end: loading one that has lost it kills the process."""
+    """Whether a library is complete. Loading one that was cut off would kill the process."""
     if sys.platform == "darwin":
         return True
     with open(library, "rb") as file:
@@ -152,7 +152,7 @@ def is_whole(library: Path) -> bool:
 
 
 def _is_taken(lock: int) -> bool:
-    """Take the lock; True if another process has it. Where files cannot be locked, every process builds its own."""
+    """Try to take the lock; True if another process has it. If files cannot be locked, every process builds."""
     import fcntl
 
     try:
@@ -196,13 +196,13 @@ def _installed() -> list[os.stat_result]:
 
 
 def _digest() -> str:
-    """A hash of what the library must fit, whoever compiled it: the source, torch and Python."""
+    """A hash of what the library must match, whichever compiler made it: the source, torch and Python."""
     sizes = [file.st_size for file in _installed()]
     parts = [SOURCE.read_text(), torch.__version__, torch.version.git_version, sizes, platform.machine()]
     return digest(repr([*parts, sysconfig.get_config_var("SOABI"), OPTIONS]))
 
 
 def _digest_of_build(command: list[str]) -> str:
-    """A hash of the rest. When torch was installed counts: a local build keeps its version."""
+    """A hash of the rest, including when torch was installed: a local build of torch keeps its version number."""
     compiler = version_of(tuple(command[: command.index(OPTIONS[0])]))
     return digest(repr([compiler, command, _libraries(), [file.st_mtime_ns for file in _installed()]]))[:8]

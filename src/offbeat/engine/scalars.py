@@ -1,11 +1,11 @@
-"""The numbers of a step: stored scalars before it, coefficients for it, stored scalars after it.
+"""The numbers of a step: its coefficients, and the stored scalars (such as step counters) before and after it.
 
-Whoever needs a rule's coefficients calls :func:`work_out`, with Python numbers, with tensors on any device (0-d, or
-one element for each parameter), or with symbols that become a kernel. All of them follow the same steps:
+All code that needs a rule's coefficients calls :func:`work_out`, with Python numbers, with tensors on any device (0-d,
+or one element for each parameter), or with symbols that become a kernel. The computation is always the same:
 
-1. At a parameter's first step, scalars with a late initial value get it.
+1. At a parameter's first step, scalars with a late initial value are set to it.
 2. ``rule.advance`` computes the new scalars in the precision in which they are stored.
-3. The new scalars are rounded as they are stored.
+3. The new scalars are rounded to the dtype in which they are stored.
 4. ``rule.coefficients`` computes the coefficients from them in double precision.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from offbeat._torch import foreach_add_, storage_id
 from offbeat.engine.options import Options
 from offbeat.rules.ops import where
-from offbeat.rules.rule import Rule, Slot, Values
+from offbeat.rules.rule import Rule, Slot, Values, no_scalars
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Numbers:
     Attributes:
         coefficients: for the update, by name.
         stored: the stored scalars that change, by key; ``step`` is among them if the rule counts steps.
-        begins: whether it is the first step, if the rule counts steps: a bool, a tensor of booleans or a symbol.
+        begins: whether this is the first step, if the rule counts steps: a bool, a tensor of booleans or a symbol.
         step: the number of this step.
     """
 
@@ -42,7 +43,7 @@ class Numbers:
     step: Any
 
     def for_kernel(self, slots: Sequence[Slot], h: Values) -> dict[str, Any]:
-        """The coefficients, with those that only kernels read: see :func:`offbeat.engine.trace.trace`."""
+        """The coefficients, including those that only kernels read: see :func:`offbeat.engine.trace.trace`."""
         found = dict(self.coefficients)
         if self.begins is not None:
             found |= {"first": where(self.begins, 1.0, 0.0), "rounding_step": self.step}
@@ -58,16 +59,18 @@ def work_out(
     widen: Callable[[Any], Any],
     *,
     first: bool,
+    rounded: Callable[[str, Any], Any] | None = None,
 ) -> Numbers:
     """The numbers of a step.
 
     Args:
         slots: the state a parameter has; only scalars matter here.
         before: the stored scalars before the step, by key; ``step`` in double precision.
-        store: ``store(key, value)`` rounds a value as the scalar ``key`` is stored. Arithmetic with the result has that
-            precision.
-        widen: ``widen(value)`` is the same number for arithmetic in double precision.
-        first: whether it is a first step, for rules that do not count steps.
+        store: ``store(key, value)`` rounds a value to the dtype of the scalar ``key``. Arithmetic with the result has
+            that precision.
+        widen: ``widen(value)`` is the same number, for arithmetic in double precision.
+        first: whether this is a first step, for rules that do not count steps.
+        rounded: like ``store``, for new scalars, with which there is no more arithmetic before they are widened.
     """
     counts = "step" in before
     begins = before["step"] == 0 if counts else None
@@ -76,10 +79,13 @@ def work_out(
     for slot in slots:
         if slot.scalar and slot.key != "step":
             value = store(slot.key, before[slot.key])
-            if slot.late and counts:
+            if slot.late and counts and begins is not False:
                 value = where(begins, store(slot.key, slot.initial(h)), value)
             stored[slot.key] = value
-    new = {key: store(key, value) for key, value in rule.advance(h, Values(step=step, **stored)).items()}
+    new = {}
+    if rule.advance is not no_scalars:
+        rounded = rounded or store
+        new = {key: rounded(key, value) for key, value in rule.advance(h, Values(step=step, **stored)).items()}
     seen = {key: widen(value) for key, value in (stored | new if rule.advance_first else stored).items()}
     coefficients = dict(rule.coefficients(h, Values(step=step, **seen)))
     return Numbers(coefficients, new | {"step": step} if counts else new, begins, step)
@@ -89,7 +95,7 @@ def tensor_numbers(
     rule: Rule, h: Values, slots: Sequence[Slot], stored: Mapping[str, Tensor], device: torch.device, *, first: bool
 ) -> Numbers:
     """The numbers of a step as tensors, from stored scalars that are tensors on ``device``; see :func:`work_out`."""
-    wide = torch.float32 if device.type in ("mps", "xla") else torch.float64  # the most the device has
+    wide = torch.float32 if device.type in ("mps", "xla") else torch.float64  # the widest dtype of the device
     before = dict(stored)
     if "step" in before:
         before["step"] = before["step"].to(wide)
@@ -106,10 +112,10 @@ class CoefficientSets:
     """The distinct sets of coefficients of many parameters.
 
     Attributes:
-        chosen: which set each parameter uses; None if all use the first.
+        chosen: the index of the set that each parameter uses; None if all use the first.
         sets: the sets.
         stored: the scalars to store after the step, for each set.
-        begins: for each set, whether it is for a first step.
+        begins: for each set, whether it belongs to a first step.
     """
 
     chosen: list[int] | None
@@ -118,7 +124,7 @@ class CoefficientSets:
     begins: list[bool] = field(default_factory=list)
 
     def number(self, i: int) -> int:
-        """Which set a parameter uses."""
+        """The index of the set that a parameter uses."""
         return self.chosen[i] if self.chosen else 0
 
     def of(self, i: int) -> dict[str, Any]:
@@ -126,10 +132,12 @@ class CoefficientSets:
         return self.sets[self.number(i)]
 
     def store(self, keys: Sequence[str], columns: Sequence[ScalarColumn], active: Sequence[int] | None) -> None:
-        """Write the new scalars of the parameters at the positions ``active`` (None: all)."""
+        """Write the new scalars of the parameters with the indices ``active`` (None: all)."""
         for key, column in zip(keys, columns, strict=True):
             if key == "step":
                 column.count(active)
+            elif key in self.stored[0] and active is None and len(self.stored) == 1:
+                column.fill(self.stored[0][key])
             elif key in self.stored[0]:
                 there = range(len(column.tensors)) if active is None else active
                 column.write({i: self.stored[self.number(i)][key] for i in there})
@@ -138,7 +146,7 @@ class CoefficientSets:
 def coefficient_sets(
     options: Options, columns: Sequence[ScalarColumn], first: Sequence[bool] | None
 ) -> CoefficientSets:
-    """Work out the coefficients of many parameters on the host; parameters with equal scalars share a set.
+    """Compute the coefficients of many parameters on the host. Parameters with equal scalars share a set.
 
     Args:
         columns: the stored scalars, one column for each scalar slot.
@@ -155,12 +163,12 @@ def coefficient_sets(
     else:
         chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
     dtypes = {key: column.tensors[0].dtype for key, column in zip(keys, columns, strict=True)}
-    store = _storing(dtypes, torch.device("cpu"))
     found = CoefficientSets(chosen)
     for one in distinct:
         before = dict(zip(keys, one, strict=False))
         is_first = len(one) > len(keys) and bool(one[-1])
-        numbers = work_out(options.rule, h, options.slots, before, store, Tensor.item, first=is_first)
+        store, rounded = partial(_on_host, dtypes), partial(_rounded, dtypes)
+        numbers = work_out(options.rule, h, options.slots, before, store, _number, first=is_first, rounded=rounded)
         row = {name: float(value) for name, value in numbers.coefficients.items()}
         row["rounding_step"] = float(numbers.step)
         found.sets.append(row)
@@ -169,26 +177,45 @@ def coefficient_sets(
     return found
 
 
+def _on_host(dtypes: Mapping[str, torch.dtype], key: str, value: Any) -> Tensor:
+    if isinstance(value, (float, int)):
+        return torch.full((), value, dtype=dtypes[key], device="cpu")
+    return torch.as_tensor(value, dtype=dtypes[key], device="cpu")
+
+
+def _rounded(dtypes: Mapping[str, torch.dtype], key: str, value: Any) -> Any:
+    """A number rounded to the dtype of the scalar ``key``, as a Python number where that is quicker."""
+    if isinstance(value, (float, int)) and dtypes[key] is torch.float32:
+        return ctypes.c_float(value).value
+    return _on_host(dtypes, key, value)
+
+
+def _number(value: Any) -> float:
+    number: float = value.item() if isinstance(value, Tensor) else value
+    return number
+
+
 def scalar_dtype(fused: bool | None = None) -> torch.dtype:
     """The dtype torch.optim gives a step counter."""
     return torch.float64 if not fused and torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def new_scalars(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """0-d tensors with these values, side by side in one storage so that all can be read or written at once."""
+    """0-d tensors with these values, next to each other in one storage, so that one call reads or writes all."""
     line = torch.tensor(values, dtype=dtype, device=device)
     return [line[i] for i in range(len(values))]
 
 
 class ScalarColumn:
-    """One scalar slot (a step counter, say) of many parameters, read and written as a whole where possible."""
+    """One stored scalar, such as the step counter, of many parameters. Read and written in one call if possible."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
         self._lines = _lines(tensors)
-        # Usually all lie side by side, in order.
+        # Usually all are next to each other in memory, in order.
         in_order = len(self._lines) == 1 and self._lines[0][1] == list(zip(*[range(len(tensors))] * 2, strict=True))
         self._line = self._lines[0][0] if in_order else None
+        self._one = torch.ones((), dtype=tensors[0].dtype, device=tensors[0].device)
         self._bytes: Any = None
         if self._line is not None and self._line.device.type == "cpu":
             self._bytes = (ctypes.c_char * self._line.nbytes).from_address(self._line.data_ptr())
@@ -207,13 +234,13 @@ class ScalarColumn:
         return values
 
     def raw(self) -> bytes | None:
-        """The bytes of all values, if they lie side by side in the host's memory."""
+        """The bytes of all values, if they are next to each other in the host's memory."""
         return None if self._bytes is None else self._bytes.raw
 
     def count(self, active: Sequence[int] | None) -> None:
-        """Add one to those at the positions ``active``; to all for None."""
+        """Add one to the values with the indices ``active``, or to all if it is None."""
         if self._line is not None and active is None:
-            self._line.add_(1)
+            self._line.add_(self._one)
             return
         chosen: Collection[int] = range(len(self.tensors)) if active is None else active
         if self._lines and self.tensors[0].device.type == "cpu":
@@ -226,11 +253,16 @@ class ScalarColumn:
         elif chosen:
             foreach_add_([self.tensors[i] for i in chosen], 1)
 
+    def fill(self, value: float) -> None:
+        """Set all values to one number."""
+        if self._line is not None:
+            self._line.fill_(value)
+        else:
+            self.write(dict.fromkeys(range(len(self.tensors)), value))
+
     def write(self, values: Mapping[int, float]) -> None:
-        """Set those at these positions."""
-        if self._line is not None and len(values) == len(self.tensors) and len(set(values.values())) == 1:
-            self._line.fill_(values[0])
-        elif self._lines:
+        """Set the values with these indices."""
+        if self._lines:
             for line, places in self._lines:
                 numbers = line.tolist()
                 for i, at in places:
@@ -242,10 +274,10 @@ class ScalarColumn:
 
 
 def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-    """0-d tensors by storage: each storage as one tensor, with the positions of its scalars.
+    """Group 0-d tensors by storage: each storage as one tensor, with the positions of its scalars.
 
-    Counters of parameters that began at different steps lie in different storages, usually a few. The result is empty
-    if there are many, or if a storage mostly holds something else.
+    Counters of parameters that had their first step at different times are in different storages, usually a few. The
+    result is empty if there are many storages, or if a storage mostly holds something else.
     """
     found: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):

@@ -1,7 +1,7 @@
-"""Per-parameter state: a dictionary that counts its changes.
+"""The state of each parameter: a dictionary that counts its changes.
 
 The engine keeps tables of addresses between steps. ``optimizer.state`` can be read and written like torch.optim's
-nested dictionary; every change of an entry is counted, so a stale table is never used.
+nested dictionary. Every change of an entry is counted, so the engine never uses a stale table.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ParamState(dict[str, Any]):
 
 
 class State(defaultdict[Any, Any]):
-    """``optimizer.state``: parameter to :class:`ParamState`, with one clock that counts all changes."""
+    """``optimizer.state``: maps each parameter to a :class:`ParamState`. One clock counts all changes."""
 
     def __init__(self, items: Iterable[tuple[Any, Any]] = ()) -> None:
         self.clock = [0]
@@ -71,12 +71,12 @@ class State(defaultdict[Any, Any]):
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As a dictionary's; every entry is counted as a change."""
+        """As for a dictionary; counts every entry as a change."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's; a new entry is counted as a change."""
+        """As for a dictionary; counts a new entry as a change."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -86,7 +86,7 @@ class State(defaultdict[Any, Any]):
         return self
 
     def copy(self) -> defaultdict[Any, Any]:  # type: ignore[override]
-        """A shallow copy, as a plain ``defaultdict(dict)``: changes of the copy itself are not counted."""
+        """A shallow copy, as a plain ``defaultdict(dict)``. Changes of the copy are not counted."""
         return _plain_state(list(self.items()))
 
     __copy__ = copy  # type: ignore[assignment]
@@ -107,7 +107,7 @@ class State(defaultdict[Any, Any]):
 
 
 def _plain_state(items: list[tuple[Any, Any]]) -> defaultdict[Any, Any]:
-    """A pickled or copied state is a plain dictionary; the optimizer that receives it wraps it again."""
+    """State as a plain dictionary, for pickles and copies. An optimizer that loads it wraps it again."""
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update(items)
     return state
@@ -120,9 +120,9 @@ def new_state(
     state: State,
     others: Mapping[int, dict[str, Any]] | None = None,
 ) -> tuple[list[dict[str, Any]], list[tuple[Tensor, str, Tensor]]]:
-    """Each parameter's state with what was missing added, and a list of what was added. ``state`` is not touched.
+    """The state of each parameter with missing entries added, and a list of the added ones. ``state`` is not changed.
 
-    ``others`` are entries that are to take the place of those in ``state``, by the parameter's id.
+    ``others`` contains entries, by the parameter's id, that replace those in ``state``.
     """
     entries = [dict((others or {}).get(id(p)) or state.get(p) or {}) for p in params]
     created: list[tuple[Tensor, str, Tensor]] = []
@@ -159,13 +159,13 @@ def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
 
 
 def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[Any]) -> list[Tensor]:
-    """Counters for these parameters; a plain number from an old checkpoint counts as the value."""
+    """Stored scalars for these parameters. A Python number from an old checkpoint is the initial value."""
     dtype = scalar_dtype(h.fused and slot.key == "step")
     initial = slot.initial(h)
     if h.differentiable and isinstance(initial, Tensor):
         return [initial.to(dtype).clone() for _ in params]
     values = [float(initial if old is None else old) for old in present]
-    # On the parameter's device if a step must not wait for it, as with a learning rate that is on the device.
+    # On the parameter's device if a step must not wait for the device, as with a learning rate that is there.
     stays_there = has_tensors(h) and h.fused is None and h.foreach is None and not h.differentiable
     there = h.capturable or h.fused or stays_there
     devices = [p.device if there else torch.device("cpu") for p in params]

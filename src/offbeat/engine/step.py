@@ -1,7 +1,7 @@
-"""The way into the engine: one optimizer's updates, of whole groups or of parts of them.
+"""The entry point of the engine: updates of whole groups, or of some of their parameters.
 
-A step builds batches for its parameters, or finds the batches of an earlier step that still fit, and runs them. All
-of a step is checked before any of it is run.
+A step builds batches for its parameters, or reuses the batches of an earlier step if they still fit, and runs them.
+Everything is checked before anything runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Rule
 
-#: How many parameters the kept batches may have, in multiples of the optimizer's parameters. Buckets that are cut
-#: differently every time would add up.
+#: The largest number of parameters in cached batches, as a multiple of the optimizer's parameters. Without a limit,
+#: buckets with other parameters every time would accumulate.
 PARTS = 5
 
 
 class Engine:
-    """Runs the updates of one optimizer, and keeps batches from step to step."""
+    """Runs the updates of one optimizer, and caches batches from step to step."""
 
     def __init__(self, rule: Rule, sharing: Sharing | None = None) -> None:
         self._options = OptionsCache(rule, sharing)
@@ -46,17 +46,20 @@ class Engine:
         *,
         differentiable: bool,
     ) -> None:
-        """Update some parameters: all of ``work`` is checked before any of it is run.
+        """Update some parameters. All of ``work`` is checked before any of it runs.
 
         Args:
-            groups: all groups of the optimizer; batches of others are dropped.
+            groups: all groups of the optimizer; cached batches of other groups are dropped.
         """
         if extras is NOTHING and not is_traced():
-            known = [self._find(item, state) for item in work]
-            ready = [job for job in known if job is not None]
-            if len(ready) == len(known):
-                self._agree(ready)
-                for part, options in ready:
+            jobs = []
+            for item in work:
+                if (job := self._find(item, state)) is None:
+                    break
+                jobs.append(job)
+            else:
+                self._agree(jobs)
+                for part, options in jobs:
                     part.run(options, extras)
                 return
         with torch.set_grad_enabled(differentiable):
@@ -64,7 +67,7 @@ class Engine:
                 self._forget(groups, state)
 
     def _find(self, item: Work, state: State) -> tuple[Part, Options] | None:
-        """The batches of an earlier step, if they fit; they are then ready to run."""
+        """The batches of an earlier step, ready to run; None if they do not fit this step."""
         part, options = self._parts.get(item.key), self._options.of(item.group)
         if part is None or part.state is not state or not part.fits(options, item.params, item.grads):
             return None
@@ -113,7 +116,7 @@ class Engine:
         return ["gradients", *option_names(self._options.rule)]
 
     def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
-        """As :meth:`run`; returns whether there are new batches."""
+        """Like :meth:`run`; returns whether new batches were built."""
         work = [item for item in work if item.has_gradients]
         again: list[Work] = []
         jobs: list[tuple[Part, Options]] = []
@@ -148,7 +151,7 @@ class Engine:
         return built
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:
-        """Batches for this work that are ready to run; work that must wait until it is done goes to ``again``."""
+        """Batches for this work, ready to run. Repeated parameters are added to ``again``, to be updated afterwards."""
         if not is_traced() and (found := self._find(item, state)) is not None:
             return found
         options = self._options.of(item.group)
@@ -161,7 +164,7 @@ class Engine:
         return Part(options, params, grads, state), options
 
     def _forget(self, groups: Sequence[dict[str, Any]], state: State) -> None:
-        """Drop the batches of what the optimizer does not have any more, and the oldest if there are too many."""
+        """Drop batches of groups and parameters that were removed, and the oldest batches if there are too many."""
         here = {id(group) for group in groups} | {id(p) for group in groups for p in group["params"]}
         left = PARTS * sum(len(group["params"]) for group in groups)
         kept = []
@@ -172,12 +175,12 @@ class Engine:
         self._parts = dict(reversed(kept))
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
-        """Whether these parameters have batches that clip in the same pass, with the bits of a separate pass."""
+        """Whether the batches of these parameters clip in the same pass, with the same bits as in a separate pass."""
         part = self._parts.get(tuple(map(id, params)))
         return part is not None and all(batch.clips_exactly for batch, _ in part.batches)
 
     def choices(self, group: dict[str, Any], state: State) -> list[Choice]:
-        """The tiers of a group's parameters: as decided at the last step, or as they would be decided now."""
+        """The tiers of a group's parameters: those of the last step, or those that a step would choose now."""
         options = self._options.of(group)
         part = self._parts.get(Work(group, group["params"], None).key)
         decided = part.choices if part is not None and part.options.kind == options.kind else {}
@@ -213,7 +216,7 @@ def _real(t: Tensor) -> Tensor:
 
 
 def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[list[Tensor], list[Tensor | None]]]:
-    """Lists without repeats: torch.optim updates a parameter that is in a group twice two times in a row."""
+    """The same as lists without repeats: torch.optim updates a parameter that is in a group twice two times."""
     layers: list[tuple[list[Tensor], list[Tensor | None]]] = []
     seen: dict[int, int] = {}
     for p, g in zip(params, grads, strict=True):

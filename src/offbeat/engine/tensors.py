@@ -1,4 +1,4 @@
-"""Tensors as the engine sees them: plain or distributed, and how they lie in memory."""
+"""Properties of tensors that the engine needs: plain or distributed, and their layout in memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor
 
 from offbeat._torch import is_fake, local_tensor
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+#: The types of tensors whose memory simply holds their values.
+PLAIN = (Tensor, torch.nn.Parameter)
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def is_plain(t: Any) -> bool:
     """Whether ``t`` is a Tensor or a Parameter and not an instance of another subclass."""
-    return type(t) in _PLAIN
+    return type(t) in PLAIN
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether ``t`` is a DTensor. Does not import torch.distributed.tensor where nobody uses it."""
-    if type(t) in _PLAIN:
+    """Whether ``t`` is a DTensor. Does not import torch.distributed.tensor if nothing else has."""
+    if type(t) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(t, module.DTensor)
@@ -73,15 +74,15 @@ def part_placements(like: Any, follows: Callable[[int], bool]) -> list[Any]:
 
 
 def has_storage(t: Tensor) -> bool:
-    """Whether the tensor has memory of its own that a kernel can read."""
+    """Whether the tensor has memory that a kernel can read."""
     try:
         return t.data_ptr() != 0 or t.numel() == 0
-    except RuntimeError:  # a tensor of functorch's, or a fake one
+    except RuntimeError:  # a functorch or fake tensor
         return False
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the tensor has numbers in it: it is neither a meta tensor nor a fake one."""
+    """Whether the tensor has values: it is neither a meta tensor nor a fake one."""
     return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
 
 
@@ -92,7 +93,7 @@ def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     if t.is_contiguous():
         return True
     expected = 1
@@ -106,30 +107,28 @@ def is_dense(t: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether equal positions in memory are equal elements (dimensions of size 1 do not matter)."""
+    """Whether two tensors of one shape have the same strides (dimensions of size 1 do not matter)."""
     if a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()):
         return True
     return all(x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True) if size != 1)
 
 
 def match_layout(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` itself if it is dense and laid out as ``like``, else a copy that is."""
+    """``t`` itself if it is dense and has the strides of ``like``, else a copy that does."""
     if is_dense(t) and same_layout(t, like):
         return t
     return torch.empty_like(like, dtype=t.dtype, memory_format=torch.preserve_format).copy_(t)
 
 
 def cut(row: Sequence[Tensor], elements: int) -> Iterator[Sequence[Tensor]]:
-    """Tensors of one shape in pieces of so many elements, along their memory; whole if they do not lie alike."""
+    """Cut tensors of one shape into pieces of ``elements`` elements, in memory order. Not cut if strides differ."""
     p = row[0]
     if p.numel() <= elements or not all(is_plain(t) and is_dense(t) and same_layout(p, t) for t in row):
         yield row
         return
-    lines = [flat(t.detach()) for t in row]
-    for start in range(0, p.numel(), elements):
-        yield [line[start : start + elements] for line in lines]
+    yield from zip(*(torch.split(flat(t.detach()), elements) for t in row), strict=True)
 
 
 def flat(t: Tensor) -> Tensor:
-    """A dense tensor's memory as one dimension; shares storage."""
-    return t.as_strided((t.numel(),), (1,), t.storage_offset())
+    """A dense tensor as one dimension, in memory order; shares the storage."""
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset())

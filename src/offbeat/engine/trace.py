@@ -1,8 +1,8 @@
 """A rule's update as a list of instructions, for the tiers that do not run it on tensors directly.
 
-The update is called once with symbolic values, which record what is done with them as a :class:`Program` in
-single-assignment form. The foreach tier interprets the program over lists of tensors, the fused tier turns it into
-source code. Branches on structure (``if amsgrad:``) are taken while tracing.
+The update is called once with symbolic values, which record its operations as a :class:`Program` in single-assignment
+form. The foreach tier runs the program over lists of tensors; the fused tier turns it into source code. Branches on
+structure (``if amsgrad:``) are decided while tracing.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Instruction:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A traced update. Each is traced once, so two programs are equal only if they are the same object.
+    """A traced update. It is traced once and cached, so programs are compared by identity.
 
     Attributes:
         tensors: the names of the tensor inputs, ``p`` and ``g`` first, then the state.
         coefficients: the names of the scalar inputs.
         instructions: first one ``tensor`` instruction for each name in ``tensors``, then one ``scalar``
             instruction for each coefficient, then the maths.
-        outputs: the instruction whose value becomes the new ``p``, and each state tensor in order.
+        outputs: the instructions whose values become the new ``p`` and the new state tensors, in order.
     """
 
     tensors: tuple[str, ...]
@@ -65,7 +65,7 @@ class Program:
 
 @dataclass(frozen=True)
 class TypedProgram:
-    """A program with the dtypes of its tensors: what a kernel is made from.
+    """A program with the dtypes of its tensors, from which a kernel is made.
 
     Attributes:
         program: the traced update.
@@ -83,6 +83,11 @@ class TypedProgram:
         """The dtype to compute in."""
         return compute_dtype(self.dtypes)
 
+    @functools.cached_property
+    def converted(self) -> tuple[int, ...]:
+        """The tensors that are not stored in that dtype, by their positions."""
+        return tuple(i for i, dtype in enumerate(self.dtypes) if dtype != self.compute)
+
 
 _ALLOWED = (
     "an update may use +, -, *, /, abs, comparisons, and sqrt, sign, maximum, minimum and where from offbeat.rules.ops"
@@ -90,7 +95,7 @@ _ALLOWED = (
 
 
 class Value:
-    """A symbolic value. Its operators, made from the table of operations, record instructions."""
+    """A symbolic value. Its operators record instructions; they come from the table of operations."""
 
     __slots__ = ("number", "tracer")
 
@@ -146,14 +151,14 @@ class Tracer:
     """Records instructions."""
 
     kind: type[Value] = Value
-    #: Whether numbers alone may be combined. In an update they may not: see :meth:`emit`.
+    #: Whether an operation may combine numbers only. An update must not: see :meth:`emit`.
     combines_numbers = False
 
     def __init__(self) -> None:
         self.instructions: list[Instruction] = []
 
     def input(self, kind: str, name: str) -> Any:
-        """A value that comes from outside."""
+        """Record an input and return its value."""
         self.instructions.append(Instruction(kind, (name,)))
         return self.kind(self, len(self.instructions) - 1)
 
@@ -185,9 +190,9 @@ def trace(
     """Record what the rule's update does with a parameter, a gradient, these state tensors and coefficients.
 
     Args:
-        late: state tensors that the program itself must initialise at the first step. The coefficient ``first`` says
-            whether it is the first step, and ``initial_KEY`` what the state starts from.
-        more: further coefficients, for the kernel and not for the maths.
+        late: state tensors that the program itself initialises at the first step. The coefficient ``first`` is 1 at the
+            first step, and ``initial_KEY`` is the initial value.
+        more: further coefficients, which the kernel needs but the maths does not.
     """
     tracer = Tracer()
     names = ("p", "g", *state)

@@ -1,7 +1,7 @@
-"""State that is allocated but has not seen a step.
+"""Marks state that is allocated but has not seen a step.
 
-A rule without a step counter whose first step differs (SGD with dampening) cannot tell such state from state that
-happens to be zero. It is therefore filled with the smallest normal number, which acts as zero.
+SGD with dampening has no step counter, but its first step differs. It cannot tell new state from state that happens
+to be zero. New state is therefore filled with the smallest normal number, which has the effect of zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def mark_unbegun(t: Tensor) -> None:
 
 
 def is_unbegun(t: Tensor) -> bool:
-    """Whether :meth:`mark_unbegun` was the last to write to the tensor."""
+    """Whether the tensor still has the values that :func:`mark_unbegun` wrote."""
     return t.numel() > 0 and has_values(t) and bool((t == _mark(t.dtype)).all())
 
 

@@ -1,4 +1,4 @@
-"""The optimizer classes: torch.optim.Optimizer on the outside, one rule on the inside."""
+"""The base of the optimizer classes: a torch.optim.Optimizer that runs one update rule."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Loss = TypeVar("Loss")
 
 
 class RuleOptimizer(SharesMatrices, Optimizer):
-    """A drop-in for the torch.optim class of the same name, made from an update rule.
+    """A drop-in replacement for the torch.optim class of the same name, made from an update rule.
 
     Subclass it with ``class MyRule(RuleOptimizer, rule=MY_RULE)``. Signature, checks, state and all tiers come from
     the rule. See :class:`offbeat.Rule` for an example with a rule of your own.
@@ -52,13 +52,13 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         >>> optimizer.defaults["betas"]
         (0.9, 0.99)
 
-    Limits: type checkers know the arguments of offbeat's own classes from a stub. Those of your own class are ``Any``
-    to them; define ``__init__`` under ``if typing.TYPE_CHECKING:`` if you want them checked.
+    Limits: type checkers know the arguments of offbeat's own classes from a stub file. The arguments of your own class
+    are ``Any``; define ``__init__`` under ``if typing.TYPE_CHECKING:`` if you want them checked.
     """
 
     rule: ClassVar[Rule]
     _signature: ClassVar[inspect.Signature]
-    #: By parameter (its id), the group it was found in and its position there.
+    #: For each parameter (by id), the index of its group and its index in that group.
     _places: dict[int, tuple[int, int]]
 
     def __init_subclass__(cls, rule: Rule | None = None, **kwargs: Any) -> None:
@@ -117,14 +117,14 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             self.init_state()
 
     def _warn_of_misspelt(self, param_group: dict[str, Any]) -> None:
-        """A group may have keys of the user's own, but one that is almost an option is rather a misspelt option."""
+        """Warn about a key that is almost the name of an option. Other keys of the user's own are allowed."""
         known = {*self._signature.parameters, *self.defaults}
         for key in param_group:
             meant = nearest(key, known, least=0.8) if isinstance(key, str) and key not in known else None
             if meant is not None and abs(len(key) - len(meant)) <= 2:
                 warnings.warn(
-                    f"{type(self).__name__} has no option {key!r}, so that this key of a parameter group has no "
-                    f"effect; did you mean {meant!r}?",
+                    f"{type(self).__name__} has no option {key!r}, so this key of a parameter group has no effect; "
+                    f"did you mean {meant!r}?",
                     stacklevel=3,
                 )
 
@@ -143,12 +143,12 @@ class RuleOptimizer(SharesMatrices, Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss, with gradients enabled.
-            clip: a number that gradients are multiplied by for this update, such as the coefficient of
-                :func:`torch.nn.utils.clip_grad_norm_`. The product is rounded to the gradient's dtype; the gradients
-                themselves do not change. The fused tier on a GPU does this in the same pass over memory, without
-                waiting for a tensor there; other tiers copy the gradients.
-            zero_grad: whether gradients are set to zero afterwards, also if a GradScaler skips the step; in the same
-                pass on a GPU.
+            clip: a factor for the gradients of this update, such as the clip coefficient that
+                :func:`torch.nn.utils.clip_grad_norm_` computes. The product is rounded to the gradient's dtype; the
+                gradients themselves do not change. The fused tier on a GPU multiplies in the same pass over memory and
+                does not wait for a ``clip`` that is on the GPU; other tiers copy the gradients.
+            zero_grad: whether to set the gradients to zero afterwards, even if a GradScaler skips the step. On a GPU
+                this takes no extra pass over memory.
 
         Returns:
             The closure's result, or None.
@@ -157,14 +157,14 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             return self._step_untraced(closure, clip, zero_grad)
         return self._step(closure, clip, zero_grad)
 
-    # A step is a few calls of compiled kernels: there is nothing to gain by tracing it.
+    # A step only calls a few compiled kernels, so torch.compile has nothing to gain from tracing it.
     @_torch.untraced
     def _step_untraced(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
         return self._step(closure, clip, zero_grad)
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """As torch's, which runs hooks and marks the step for a profiler. Skips that if there is neither."""
+        """Like torch's wrapper, which runs hooks and records the step for a profiler, but skipped if there are none."""
         return _torch.lean_step(func, Optimizer.profile_hook_step(func))
 
     def _step(self, closure: Callable[[], Any] | None, clip: Tensor | float | None, zero_grad: bool) -> Any:
@@ -179,7 +179,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         self._run(self._work, self._extras(clip, zero_grad))
         if zero_grad and self.owners is not None:
             for p in (p for group in self.param_groups for p in group["params"]):
-                p.grad = gradient_of(p)  # zeros on every rank now
+                p.grad = gradient_of(p)  # now zeros on every rank
         return loss
 
     def _work(self) -> list[Work]:
@@ -191,17 +191,17 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
     ) -> None:
-        """Update some parameters with gradients that are passed in, whatever group they are in.
+        """Update some parameters, of any groups, with gradients that are passed in.
 
-        For code that has gradients elsewhere than in ``.grad``, or only some of them: a bucket during backward, a
-        functional step, an outer optimizer. ``.grad`` is neither read nor changed, and step hooks do not run. All
-        parameters are checked before any of them is updated. Batches are kept for each list of parameters, so pass the
-        same parameters together every time.
+        Use it if gradients are not in ``.grad``, or if only some of them are available: for a bucket during backward,
+        for a functional step or for an outer optimizer. ``.grad`` is neither read nor changed, and step hooks do not
+        run. All gradients are checked before any parameter is updated. The optimizer caches its work for each list of
+        parameters, so pass the same parameters together every time.
 
         Args:
             params: parameters of this optimizer.
             grads: one gradient for each; None leaves a parameter and its state alone.
-            clip: a number that gradients are multiplied by for this update.
+            clip: a factor for the gradients of this update.
 
         Example:
             >>> import torch, offbeat
@@ -217,7 +217,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         self._run(lambda: self._by_group(params, grads), self._extras(clip, False))
 
     def check_gradients(self, *, error: Exception | None = None) -> None:
-        """Raise if the next ``step()`` would raise because of a gradient. Changes nothing.
+        """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing.
 
         Args:
             error: why this rank cannot step, if other checks have found that. With :func:`offbeat.reduce_to_owners`,
@@ -233,7 +233,8 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
 
-        If so, the result has the bits of a separate multiplication. Known after the first step of these parameters.
+        If so, the result has the same bits as after a separate multiplication. False until these parameters have made
+        a step.
         """
         params = list(params)
         return all(self._engine.clips_exactly(item.params) for item in self._by_group(params, params))
@@ -247,7 +248,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         return [Work(self.param_groups[i], *lists) for i, lists in work.items()]
 
     def _group_of(self, p: Tensor) -> int:
-        """The position of the group that a parameter is in. Groups may change at any time, so this is checked."""
+        """The index of a parameter's group. Groups may change at any time, so a cached index is checked before use."""
         groups = self.param_groups
         for _ in range(2):
             group, at = self._places.get(id(p), (len(groups), 0))
@@ -289,15 +290,15 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             _torch.check_capture(self)
 
     def _own_state(self) -> State:
-        """``self.state``, which the user may have replaced by any dictionary, as one that counts its changes."""
+        """``self.state``, wrapped so that changes are counted; the user may have replaced it by any dictionary."""
         if type(self.state) is not State:
             self.state = State(self.state.items())
         return self.state
 
     def init_state(self) -> None:
-        """Allocate all state now, for parameters with and without a gradient, changing nothing else.
+        """Allocate the state of all parameters now, with or without a gradient. Changes nothing else.
 
-        A step after ``init_state`` gives the same bits as without it. Call it to see at once whether the state fits
+        A step gives the same bits with and without ``init_state``. Call it to find out early whether the state fits
         into memory, or to have tensors to load into.
         """
         self._allocate([p for group in self.param_groups for p in group["params"]])
@@ -316,10 +317,10 @@ class RuleOptimizer(SharesMatrices, Optimizer):
                     state[p][key] = value
 
     def tiers(self) -> list[Choice]:
-        """For each group, the tier that runs it and why.
+        """For each group, the tier that runs it and the reason.
 
-        After a step this is what was decided then; before, it is what would be decided now. The choice is made for
-        each parameter. If the parameters of a group differ, their tiers are joined by ``+``.
+        After a step, this is what that step used; before the first step, it is what a step would use now. The tier is
+        chosen for each parameter. If the parameters of a group have different tiers, their names are joined by ``+``.
         """
         found = []
         for group in self.param_groups:
@@ -357,7 +358,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         state, groups = loaded(self, state_dict, self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
         if self.owners is not None:
-            self.owners.stale = False  # the same has been loaded on every rank
+            self.owners.stale = False  # every rank has loaded the same state
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
 

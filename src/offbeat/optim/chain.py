@@ -26,11 +26,11 @@ class Chain(Optimizer):
     """Several optimizers as one :class:`torch.optim.Optimizer`, for models whose parameters need different rules.
 
     Schedulers, ``GradScaler``, hooks, trainers, checkpoints, :func:`offbeat.overlap`, :class:`offbeat.LocalSGD` and
-    :func:`offbeat.as_functional` take it as they take any optimizer. ``param_groups`` are the groups of all optimizers
-    in order, live: a learning rate that is set there counts for the optimizer that owns the group.
+    :func:`offbeat.as_functional` accept it like any optimizer. ``param_groups`` contains the groups of all optimizers,
+    in order. They are the live groups: a learning rate that is set there takes effect.
 
     Args:
-        optimizers: the optimizers, ours or not. No two may have a parameter in common.
+        optimizers: the optimizers, from offbeat, torch.optim or elsewhere. No two may share a parameter.
 
     Attributes:
         optimizers: the optimizers, in order.
@@ -66,17 +66,17 @@ class Chain(Optimizer):
         self._groups: list[dict[str, Any]] = []
         self._places: dict[int, tuple[int, int, int]] = {}
         self._view = MergedState(self)
-        super().__setstate__({})  # hooks, and step() made to run them; no parameters of our own
+        super().__setstate__({})  # sets up hooks; the chain itself has no parameters
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all optimizers, in order: always the same list, brought up to date when it is asked for."""
+        """The groups of all optimizers, in order: always the same list object, updated on every access."""
         self._groups[:] = [group for one in self.optimizers for group in one.param_groups]
         return self._groups
 
     @property
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:  # type: ignore[override]
-        """The state of all parameters; what is written to it is written to the optimizer that owns the parameter."""
+        """The state of all parameters. Writing to it writes to the optimizer that owns the parameter."""
         return self._view
 
     @property
@@ -94,7 +94,7 @@ class Chain(Optimizer):
 
         Args:
             params: the parameters.
-            lists: lists of the same length, such as their gradients, which are split alike.
+            lists: further lists of the same length, such as the gradients, which are split in the same way.
 
         Returns:
             A tuple for each optimizer that owns some of them: the optimizer, its parameters, and its part of each list.
@@ -106,7 +106,7 @@ class Chain(Optimizer):
         return [(self.optimizers[at], *columns) for at, columns in split.items()]
 
     def _owner(self, p: Tensor) -> int:
-        """The position of the optimizer that has the parameter. Groups may change at any time, so this is checked."""
+        """The index of the optimizer that owns the parameter. Groups may change, so a cached index is checked first."""
         for _ in range(2):
             if (place := self._places.get(id(p))) is not None:
                 which, group, at = place
@@ -126,10 +126,10 @@ class Chain(Optimizer):
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all optimizers. Gradients of our own optimizers are checked before any of them steps.
+        """Step all optimizers. The gradients of offbeat's optimizers are checked before any optimizer steps.
 
-        Those that work on whole matrices step first: they exchange parts of their work with other ranks, so that they
-        can still fail, and then the others have not stepped. The rest follow in the order of the chain.
+        Optimizers that work on whole matrices step first. They exchange work with other ranks, which can fail; then no
+        other optimizer has stepped yet. The rest follow in the order of the chain.
 
         Args:
             closure: re-evaluates the model and returns the loss; called once, with gradients enabled.
@@ -171,10 +171,10 @@ class Chain(Optimizer):
         Args:
             params: parameters of any of the optimizers.
             grads: one gradient for each; None leaves a parameter and its state alone.
-            clip: a number that gradients are multiplied by for this update.
+            clip: a factor for the gradients of this update.
 
         Raises:
-            TypeError: one of the optimizers that own them has no ``step_params``.
+            TypeError: an optimizer that owns one of the parameters has no ``step_params``.
         """
         work = self.by_owner(list(params), list(grads))
         for one, *_ in work:
@@ -192,7 +192,7 @@ class Chain(Optimizer):
             one.zero_grad(set_to_none=set_to_none)
 
     def init_state(self) -> None:
-        """Allocate the state of all optimizers that can do so before their first step, changing nothing else."""
+        """Allocate the state of all optimizers that have ``init_state``. Changes nothing else."""
         for one in self.optimizers:
             if hasattr(one, "init_state"):
                 one.init_state()
@@ -206,13 +206,13 @@ class Chain(Optimizer):
             one.share_matrices(process_group, exact=exact)
 
     def gather_state(self) -> None:
-        """Bring the state that only owners of matrices have to all ranks; see :meth:`offbeat.Muon.gather_state`."""
+        """Send the state of each matrix from its owner to all ranks; see :meth:`offbeat.Muon.gather_state`."""
         for one in self.optimizers:
             if isinstance(one, RuleOptimizer):
                 one.gather_state()
 
     def tiers(self) -> list[Choice]:
-        """For each group, the tier that runs it and why; see :meth:`offbeat.AdamW.tiers`."""
+        """For each group, the tier that runs it and the reason; see :meth:`offbeat.AdamW.tiers`."""
         found: list[Choice] = []
         for one in self.optimizers:
             unknown = [Choice("none", f"{type(one).__name__} is not made from a rule")] * len(one.param_groups)
@@ -224,7 +224,7 @@ class Chain(Optimizer):
 
         Args:
             param_group: as for :meth:`torch.optim.Optimizer.add_param_group`, with one more key: ``"optimizer"``, the
-                position in :attr:`optimizers` of the one that gets the group.
+                index in :attr:`optimizers` of the optimizer that gets the group.
 
         Example:
             >>> import torch, offbeat
@@ -240,8 +240,8 @@ class Chain(Optimizer):
         if not isinstance(at, int) or not 0 <= at < len(self.optimizers):
             names = ", ".join(f"{i}: {type(one).__name__}" for i, one in enumerate(self.optimizers))
             raise ValueError(
-                f"a group for a chain needs the key 'optimizer', the position of the one that gets it ({names}), but "
-                f"got {at!r}; chain.optimizers[i].add_param_group does the same"
+                f"a group for a chain needs the key 'optimizer', the index of the optimizer that gets it ({names}), "
+                f"but got {at!r}; or call chain.optimizers[i].add_param_group"
             )
         params = group.get("params")
         group["params"] = params = [params] if isinstance(params, Tensor) else list(params or ())
@@ -249,12 +249,13 @@ class Chain(Optimizer):
         for p in (p[1] if isinstance(p, tuple) else p for p in params):
             if id(p) in taken:
                 raise ValueError(
-                    f"a parameter of shape {tuple(p.shape)} is in optimizer {taken[id(p)][0]} of the chain already"
+                    f"a parameter of shape {tuple(p.shape)} is already in optimizer {taken[id(p)][0]} of the chain; "
+                    "leave it out of the new group"
                 )
         self.optimizers[at].add_param_group(group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue exactly, in torch.optim's format: parameters are numbered through."""
+        """Everything needed to resume exactly, in torch.optim's format, with all parameters numbered consecutively."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
         result = merged_state_dict(self.optimizers)
@@ -265,7 +266,7 @@ class Chain(Optimizer):
 
     @_torch.untraced
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict of a chain of the same optimizers. If one of them raises, nothing has changed."""
+        """Load the state dict of a chain of the same optimizers. If one of them raises, nothing changes."""
         state_dict = dict(state_dict)
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):
             changed = hook(self, state_dict)

@@ -23,7 +23,7 @@ __all__ = ["check_state_dict", "loaded", "packed"]
 
 
 def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
-    """The state dict before hooks: plain dictionaries, parameters by number."""
+    """The state dict before hooks: plain dictionaries, with numbers in place of parameters."""
     number: dict[int, int] = {}
     groups = []
     start = 0
@@ -38,7 +38,7 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
         if not isinstance(key, Tensor):
             state[key] = value
         elif id(key) in number:
-            # Scales belong to the blocks of one rank's shard: what others may load is numbers.
+            # The scales of 8-bit state belong to one rank's shard, so other ranks could not load the codes.
             state[number[id(key)]] = in_numbers(value) if is_dtensor(key) else dict(value)
     for group in groups:
         for slot in slots(group):
@@ -50,12 +50,12 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
 
 
 def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
-    """Raise if this is no optimizer's state dict, or one of a wrapper whose part of it would be ignored.
+    """Raise if this is not an optimizer's state dict, or if a wrapper saved it, whose entries would be ignored.
 
-    Such a wrapper adds an entry of its own, a dictionary in which ``"wrapper"`` is its name.
+    A wrapper adds a dictionary of its own, with its name under ``"wrapper"``.
 
     Args:
-        mine: the name of the optimizer that is to load it.
+        mine: the class name of the optimizer that loads the state dict.
     """
     if "param_groups" not in state_dict:
         inside = [key for key, value in state_dict.items() if isinstance(value, dict) and "param_groups" in value]
@@ -67,15 +67,15 @@ def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
         if isinstance(name, str):
             raise ValueError(
                 f"this is the state dict of a {name} around the optimizer, and {mine} would ignore its step counter "
-                f"and everything else in {key!r}, so that warm-up begins again; call load_state_dict() of the {name}, "
-                "or give this one only 'state' and 'param_groups'"
+                f"and everything else in {key!r}, so warm-up would start again; call load_state_dict() of the {name}, "
+                "or pass a state dict with only 'state' and 'param_groups'"
             )
 
 
 def loaded(
     optimizer: Optimizer, state_dict: dict[str, Any], slots: Callable[[dict[str, Any]], tuple[Slot, ...]]
 ) -> tuple[State, list[dict[str, Any]]]:
-    """State and groups for ``optimizer`` from a state dict; neither of the two is changed or shared."""
+    """State and groups for ``optimizer`` from a state dict. Neither argument is changed, and no memory is shared."""
     groups = optimizer.param_groups
     saved = [{k: _find_dtype(v) for k, v in deepcopy(group).items()} for group in state_dict["param_groups"]]
     if len(groups) != len(saved):
@@ -93,7 +93,7 @@ def loaded(
     state, new_groups = State(), []
     for mine, theirs in zip(groups, saved, strict=True):
         fresh_group = {**theirs, "params": mine["params"]}
-        for name in PRECISION:  # this optimizer decides how numbers are stored; loaded state is converted
+        for name in PRECISION:  # this optimizer keeps its own storage options; loaded state is converted to them
             fresh_group.pop(name, None)
             if name in mine:
                 fresh_group[name] = mine[name]
@@ -141,7 +141,7 @@ def _find_dtype(value: Any) -> Any:
 
 
 def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> None:
-    """Raise if this is the state of another kind of optimizer; a slot that came with a later option may be missing."""
+    """Raise if this is the state of another kind of optimizer. Entries that an option added later may be missing."""
     if scalars - entry.keys() or (tensors and not tensors & entry.keys()):
         raise ValueError(
             f"loaded state dict has state {sorted(entry)} for a parameter, but this optimizer keeps "
@@ -150,7 +150,7 @@ def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> 
 
 
 def _match(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Values:
-    """Which saved number each parameter has: by name where each group has the same names there, else by position."""
+    """The saved number of each parameter: matched by name if all groups have the same names, else by position."""
     by_name = all("param_names" in g for g in (*groups, *saved)) and all(
         set(mine["param_names"]) == set(theirs["param_names"]) and len(set(mine["param_names"])) == len(mine["params"])
         for mine, theirs in zip(groups, saved, strict=True)
@@ -166,7 +166,7 @@ def _match(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Values:
 
 
 def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: bool) -> Any:
-    """A saved value for use with ``p``: on its device and in its layout, in the dtype it was saved in."""
+    """A saved value as state of ``p``: on the device and with the strides of ``p``, in the dtype it was saved in."""
     if is_scalar_slot:
         return value
     if isinstance(value, Tensor):
@@ -177,7 +177,7 @@ def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: 
         if is_dtensor(p):
             return value.detach().clone().redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
         copy = torch.empty_like(p, dtype=value.dtype, memory_format=torch.preserve_format, requires_grad=False)
-        return copy.copy_(value)  # keeps the history of state that has one
+        return copy.copy_(value)  # keeps the autograd history of state that has one
     return deepcopy(value)
 
 
@@ -194,7 +194,7 @@ def _fit_shaped(p: Tensor, slot: Slot, value: Any) -> Any:
 
 
 def _side_by_side(state: State, params: list[Tensor], scalars: set[str], group: dict[str, Any]) -> None:
-    """Store a group's counters next to each other, as numbers of an old checkpoint and as tensors of a new one."""
+    """Store a group's counters next to each other in memory. Old checkpoints have Python numbers for them."""
     on_device = group.get("capturable") or group.get("fused")
     for key in sorted(scalars):
         places: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, float]]] = {}

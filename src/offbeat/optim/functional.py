@@ -1,4 +1,4 @@
-"""Functional optimizers: the gradient is handed in, not read from ``.grad``."""
+"""Functional optimizers: gradients are passed in, not read from ``.grad``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from offbeat.optim.lookup import rule_class
 
 __all__ = ["FunctionalOptimizer", "as_functional"]
 
-# One lock for all: two optimizers may update the same parameters from different threads, and an update reads what it
-# writes. The kernels use every core by themselves, so nothing is lost by running one update after the other.
+# One lock for all optimizers: two of them may update the same parameters from different threads. A kernel uses all
+# cores anyway, so running one update after the other costs no time.
 _updating = threading.RLock()
 
 Options = ParamSpec("Options")
@@ -38,11 +38,11 @@ def as_functional(
 
 
 def as_functional(optim_cls: Any, params: Any = None, *args: Any, **hyper: Any) -> FunctionalOptimizer:
-    """Make an optimizer that takes explicit gradients and never looks at ``.grad``.
+    """Make an optimizer that takes explicit gradients and never reads ``.grad``.
 
     Args:
-        optim_cls: a class of this library, or the torch.optim class of the same name; or a :class:`~offbeat.Chain`, and
-            nothing else.
+        optim_cls: an optimizer class of offbeat, or the torch.optim class of the same name. Or a
+            :class:`~offbeat.Chain`, without any further argument.
         params: parameters or groups, as for ``optim_cls``; may be empty, see :meth:`FunctionalOptimizer.step_param`.
         args: further arguments of ``optim_cls`` by position.
         hyper: further arguments of ``optim_cls`` by name.
@@ -60,7 +60,7 @@ def as_functional(optim_cls: Any, params: Any = None, *args: Any, **hyper: Any) 
     """
     if isinstance(optim_cls, Chain):
         if params is not None or args or hyper:
-            raise TypeError("as_functional(chain) takes nothing else: the chain has parameters and options already")
+            raise TypeError("as_functional(chain) takes nothing else: the chain already has parameters and options")
         return FunctionalOptimizer(lambda _: optim_cls, [None])
     if params is None:
         raise TypeError("as_functional() needs parameters; pass an empty list to add them later")
@@ -70,7 +70,7 @@ def as_functional(optim_cls: Any, params: Any = None, *args: Any, **hyper: Any) 
 class FunctionalOptimizer:
     """An optimizer that takes explicit gradients. Made by :func:`as_functional`.
 
-    Several threads may step at the same time, each with its own gradients; updates happen one after the other.
+    Several threads may call it at the same time, each with its own gradients; updates run one after the other.
 
     Example:
         >>> import torch, offbeat
@@ -91,12 +91,12 @@ class FunctionalOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The live groups: a changed learning rate counts from the next step on."""
+        """The live groups: a change of the learning rate takes effect in the next step."""
         return self._optimizer.param_groups
 
     @property
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """Per-parameter state, as an optimizer's."""
+        """The state of each parameter, as in ``optimizer.state``."""
         return self._optimizer.state
 
     def step(self, gradients: Sequence[Tensor | None]) -> None:
@@ -111,7 +111,7 @@ class FunctionalOptimizer:
             if len(gradients) != count:
                 raise ValueError(
                     f"step() got {len(gradients)} gradients for {count} parameters; "
-                    "give one for each, None where there is none"
+                    "pass one for each, or None where there is none"
                 )
             self._optimizer.step_params([p for group in self.param_groups for p in group["params"]], gradients)
 
@@ -148,17 +148,17 @@ class FunctionalOptimizer:
             self._optimizer.add_param_group(param_group)
 
     def init_state(self) -> None:
-        """Allocate all state now, changing nothing."""
+        """Allocate the state of all parameters now. Changes nothing else."""
         with _updating:
             self._optimizer.init_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch.optim's format: the optimizer class loads it, and this class loads that of the optimizer."""
+        """The state dict of the optimizer inside, in torch.optim's format. The optimizer class loads it too."""
         with _updating:
             return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict of this class or of the optimizer class."""
+        """Load a state dict of this class or of the optimizer class."""
         with _updating:
             self._optimizer.load_state_dict(state_dict)
 

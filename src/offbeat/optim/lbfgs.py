@@ -1,4 +1,4 @@
-r"""L-BFGS: a quasi-Newton method that remembers the last steps and how the gradient changed over them.
+r"""L-BFGS: a quasi-Newton method that keeps the last steps and the changes of the gradient over them.
 
 With :math:`s_i` the last steps, :math:`y_i` the changes of the gradient over them and
 :math:`\rho_i = 1 / y_i^\top s_i`, two loops over the history apply an approximation :math:`H` of the inverse Hessian
@@ -42,22 +42,22 @@ _HISTORY = ("old_dirs", "old_stps")
 
 
 class LBFGS(Optimizer):
-    """L-BFGS, a drop-in for :class:`torch.optim.LBFGS`: same arguments, points tried, state keys and checkpoints.
+    """L-BFGS, a drop-in for :class:`torch.optim.LBFGS`: same arguments, trial points, state keys and checkpoints.
 
-    ``step(closure)`` makes up to ``max_iter`` iterations, and evaluates the closure once or more in each. The history
-    takes ``2 * history_size`` times the memory of the parameters; gradients are read where they lie.
+    ``step(closure)`` makes up to ``max_iter`` iterations, and evaluates the closure at least once in each. The history
+    takes ``2 * history_size`` times the memory of the parameters; gradients are not copied.
 
     Parameters may be DTensors (FSDP2 or tensor parallel). Inner products are then summed over the shards and the
-    closure's loss is averaged over the ranks of the mesh, so that all ranks try the same points.
+    closure's loss is averaged over the ranks of the mesh, so all ranks try the same points.
 
     Args:
         params: parameters; one group only.
         lr: the step length, or the first trial of the line search (default: 1).
-        max_iter: the most iterations of one ``step`` (default: 20).
-        max_eval: the most evaluations of one ``step`` (default: ``max_iter * 1.25``).
-        tolerance_grad: ends the step if no element of the gradient is larger (default: 1e-7).
-        tolerance_change: ends the step if loss or parameters change less (default: 1e-9).
-        history_size: how many steps are remembered (default: 100).
+        max_iter: the largest number of iterations in one ``step`` (default: 20).
+        max_eval: the largest number of evaluations in one ``step`` (default: ``max_iter * 1.25``).
+        tolerance_grad: the step ends if no element of the gradient is larger (default: 1e-7).
+        tolerance_change: the step ends if the loss or all parameters change less (default: 1e-9).
+        history_size: the number of steps to keep (default: 100).
         line_search_fn: ``"strong_wolfe"``, or None for steps of fixed length (default: None).
 
     Example:
@@ -73,9 +73,9 @@ class LBFGS(Optimizer):
         >>> x.detach().round(decimals=4)
         tensor([1., 2.])
 
-    Limits: all parameters are on one device. If several processes each hold all parameters (DDP), the closure must
-    return the same loss on each. A closure that raises leaves the parameters where its iteration began. State of
-    DTensors belongs to this rank's shards: load it with the same sharding.
+    Limits: all parameters must be on one device. If several processes each hold all parameters (DDP), the closure must
+    return the same loss on each. If the closure raises, the parameters are those at the start of the iteration. The
+    state of DTensors belongs to this rank's shards: load it with the same sharding.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LBFGS(Optimizer):
         super().__init__(params, defaults)  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises if there is a group already: L-BFGS updates all parameters together, with one set of options."""
+        """Raise if there already is a group: L-BFGS updates all parameters together, with one set of options."""
         super().add_param_group(param_group)
         if len(self.param_groups) > 1:
             self.param_groups.pop()
@@ -137,7 +137,7 @@ class LBFGS(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state dict of this class or of :class:`torch.optim.LBFGS`."""
+        """Load a state dict of this class or of :class:`torch.optim.LBFGS`."""
         check_state_dict(state_dict, type(self).__name__)
         numel = Layout(self.param_groups[0]["params"]).numel
         for entry in state_dict["state"].values():
@@ -246,7 +246,7 @@ class _Run:
         """Move the parameters along ``d``; returns the loss and the gradient there."""
         if self.group["line_search_fn"] is None:
             self._add(d, self.t)
-            if last:  # with random batches a loss at the end would be of no use
+            if last:  # as torch.optim: with random batches, another evaluation would not help
                 return loss, []
             _, loss = self._evaluate()
             return loss, self.layout.gradients()
@@ -270,7 +270,7 @@ class _Run:
         self.t = point.t
         self._add(d, point.t)
         found: list[Tensor] = point.kept.parts
-        # The start's gradient is the buffer that the next iteration overwrites.
+        # The gradient of the start is a buffer, which the next iteration overwrites.
         return point.value, [t.clone() for t in found] if point.kept is self.previous else found
 
     def _add(self, d: Vector, t: float) -> None:

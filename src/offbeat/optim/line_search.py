@@ -1,12 +1,12 @@
-r"""A line search for the strong Wolfe conditions, on numbers alone.
+r"""A line search for the strong Wolfe conditions. It sees numbers only, no tensors.
 
 A step :math:`t` along a direction with slope :math:`\phi'(0) < 0` is accepted if
 
 .. math::
     \phi(t) \le \phi(0) + c_1 t \, \phi'(0) \qquad\text{and}\qquad |\phi'(t)| \le c_2 \, |\phi'(0)|
 
-Trial points come from cubic interpolation, with the safeguards that :class:`torch.optim.LBFGS` has, so that both try
-the same points.
+Trial points come from cubic interpolation, with the safeguards of :class:`torch.optim.LBFGS`, so both try the same
+points.
 
 Reference: Nocedal and Wright, Numerical Optimization, 2006, algorithms 3.5 and 3.6.
 """
@@ -25,7 +25,7 @@ C1, C2 = 1e-4, 0.9
 
 @dataclass
 class Point:
-    """A point on the line: its position, value and slope, and whatever belongs to it (a gradient)."""
+    """A point on the line: its position, value and slope, and further data such as the gradient there."""
 
     t: float
     value: float
@@ -36,14 +36,15 @@ class Point:
 def strong_wolfe(
     start: Point, t: float, evaluate: Callable[[float], Point], *, length: float, tolerance: float, most: int
 ) -> tuple[Point, int]:
-    """The point that was accepted, or the best one found, and the number of evaluations.
+    """The accepted point, or the best one found, and the number of evaluations.
 
     Args:
         start: the point at 0.
         t: the first trial.
         evaluate: the point at a position.
-        length: the largest element of the direction: a bracket shorter than ``tolerance`` in it ends the search.
-        most: how many trials there may be after the first.
+        length: the largest absolute value in the direction.
+        tolerance: the search ends if the bracket times ``length`` is shorter.
+        most: the largest number of trials after the first.
     """
     bracket, done, tries = _bracket(start, t, evaluate, most)
     evaluations = tries + 1
@@ -67,7 +68,7 @@ def strong_wolfe(
 
 
 def _bracket(start: Point, t: float, evaluate: Callable[[float], Point], most: int) -> tuple[list[Point], bool, int]:
-    """Points around an acceptable one, or that one alone; whether it is found; and the trials after the first."""
+    """Two points around an acceptable one, or that one alone; whether it was found; the trials after the first."""
     before, new = start, evaluate(t)
     for tries in range(most):
         if new.value > start.value + C1 * new.t * start.slope or (tries > 1 and new.value >= before.value):
@@ -82,7 +83,7 @@ def _bracket(start: Point, t: float, evaluate: Callable[[float], Point], most: i
 
 
 def _cubic(a: Point, b: Point, limits: tuple[float, float] | None = None) -> float:
-    """Where the cubic through two points with their slopes has its minimum, within limits."""
+    """The minimum, within limits, of the cubic through two points with their slopes."""
     if a.t > b.t:
         a, b = b, a
     low, high = limits or (a.t, b.t)
@@ -98,7 +99,7 @@ def _cubic(a: Point, b: Point, limits: tuple[float, float] | None = None) -> flo
 
 
 def _inside(t: float, left: float, right: float, stuck: bool) -> tuple[float, bool]:
-    """A trial that is not too near an end of the bracket, unless that happens for the first time."""
+    """The trial point ``t``, moved away from the ends of the bracket if it is too near one for the second time."""
     margin = 0.1 * (right - left)
     if min(right - t, t - left) >= margin:
         return t, False

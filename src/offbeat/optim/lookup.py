@@ -13,7 +13,7 @@ __all__ = ["rule_class"]
 
 
 def rule_class(optim_cls: Any) -> type[RuleOptimizer]:
-    """The class itself if it is made from a rule, else the one that stands for torch.optim's.
+    """The class itself if it is made from a rule, else offbeat's class for this torch.optim class.
 
     A subclass of torch.optim's may do anything in its ``step``, so only the classes themselves are replaced.
     """

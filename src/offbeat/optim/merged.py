@@ -1,4 +1,4 @@
-"""The state of several optimizers as one: a live view of it, and their state dicts put together and taken apart."""
+"""The state of several optimizers as one: a live view, and state dicts that are merged and split."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["MergedState", "merged_state_dict", "places", "split_state_dict"]
 
 
 class Owners(Protocol):
-    """Several optimizers, of which each parameter has one."""
+    """Several optimizers; each parameter belongs to one of them."""
 
     optimizers: tuple[Optimizer, ...]
 
@@ -27,7 +27,7 @@ class MergedState(MutableMapping[Any, Any]):
         self._chain = chain
 
     def _home(self, key: Any) -> Any:
-        """The state that has the key, or that of the parameter's owner."""
+        """The state dictionary that contains the key, or else the one of the parameter's owner."""
         for one in self._chain.optimizers:
             if key in one.state:
                 return one.state
@@ -46,7 +46,7 @@ class MergedState(MutableMapping[Any, Any]):
         return any(key in one.state for one in self._chain.optimizers)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As a dictionary's: nothing is created."""
+        """As for a dictionary; creates no entry."""
         return self._home(key)[key] if key in self else default
 
     def __iter__(self) -> Iterator[Any]:
@@ -60,7 +60,7 @@ class MergedState(MutableMapping[Any, Any]):
 
 
 def places(optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int, int]]:
-    """By parameter (its id), the positions of its optimizer, of its group there, and of itself in the group."""
+    """For each parameter (by id): the index of its optimizer, of its group there, and its index in the group."""
     return {
         id(p): (which, number, at)
         for which, one in enumerate(optimizers)
@@ -70,7 +70,7 @@ def places(optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int, int]]:
 
 
 def merged_state_dict(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """The state dicts of the optimizers as one, with the parameters numbered through."""
+    """The state dicts of the optimizers as one, with all parameters numbered consecutively."""
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     start = 0
     for one in optimizers:

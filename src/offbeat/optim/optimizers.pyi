@@ -39,8 +39,8 @@ class SGD(RuleOptimizer):
         b_1 &= g_1, \qquad b_t = \mu b_{t-1} + (1-\tau) g_t \\
         \theta &\leftarrow \theta - \gamma \, (g + \mu b \text{ with Nesterov, else } b)
 
-    The buffer starts as the first gradient, undampened. Momentum buffers of zeros (:meth:`init_state`) do not
-    change that: the first step overwrites them.
+    The buffer starts as the first gradient, without dampening, even if :meth:`init_state` has allocated it before: the
+    first step overwrites it.
 
     Args:
         params: parameters, named parameters, or dictionaries that define groups.
@@ -48,17 +48,16 @@ class SGD(RuleOptimizer):
         momentum: momentum factor (default: 0).
         dampening: dampening for momentum (default: 0).
         weight_decay: weight decay (L2 penalty) (default: 0).
-        nesterov: Nesterov momentum; needs a momentum and no dampening (default: False).
+        nesterov: Nesterov momentum; requires a momentum and zero dampening (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
         state_dtype: how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded
-            stochastically, so that it is right on average), or '8bit' (blocks of 256 elements share a scale)
-            (default: None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+            stochastically, which is unbiased), or '8bit' (blocks of 256 elements share a scale) (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -94,7 +93,7 @@ class Adam(RuleOptimizer):
         \theta &\leftarrow \theta - \frac{\gamma}{1-\beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1-\beta_2^t} + \epsilon}
 
-    With AMSGrad the largest :math:`v` so far takes the place of :math:`v`. Weight decay adds
+    With AMSGrad the largest :math:`v` so far is used instead of :math:`v`. Weight decay adds
     :math:`\lambda\theta` to the gradient (Adam) or shrinks the parameter by :math:`1 - \gamma\lambda` first
     (AdamW, ``decoupled_weight_decay``).
 
@@ -109,16 +108,16 @@ class Adam(RuleOptimizer):
         amsgrad: divide by the largest second moment so far (default: False).
         decoupled_weight_decay: decay the parameter instead of the gradient, as AdamW (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
         state_dtype: how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded
-            stochastically, so that it is right on average), or '8bit' (blocks of 256 elements share a scale)
-            (default: None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+            stochastically, which is unbiased), or '8bit' (blocks of 256 elements share a scale) (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -156,7 +155,7 @@ class AdamW(Adam):
         \theta &\leftarrow \theta - \frac{\gamma}{1-\beta_1^t} \cdot
             \frac{m}{\sqrt{v} / \sqrt{1-\beta_2^t} + \epsilon}
 
-    With AMSGrad the largest :math:`v` so far takes the place of :math:`v`. Weight decay adds
+    With AMSGrad the largest :math:`v` so far is used instead of :math:`v`. Weight decay adds
     :math:`\lambda\theta` to the gradient (Adam) or shrinks the parameter by :math:`1 - \gamma\lambda` first
     (AdamW, ``decoupled_weight_decay``).
 
@@ -170,16 +169,16 @@ class AdamW(Adam):
         weight_decay: decoupled weight decay (default: 0.01).
         amsgrad: divide by the largest second moment so far (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
         state_dtype: how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded
-            stochastically, so that it is right on average), or '8bit' (blocks of 256 elements share a scale)
-            (default: None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+            stochastically, which is unbiased), or '8bit' (blocks of 256 elements share a scale) (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -220,17 +219,18 @@ class Adamax(RuleOptimizer):
     Args:
         params: parameters, named parameters, or dictionaries that define groups.
         lr: learning rate, a number or a tensor of one element (default: 0.002).
-        betas: decay rates of the average of the gradient and of its largest size (default: (0.9, 0.999)).
+        betas: decay rates of the average of the gradient and of its infinity norm (default: (0.9, 0.999)).
         eps: term added to the denominator for numerical stability (default: 1e-08).
         weight_decay: weight decay (L2 penalty) (default: 0).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -277,13 +277,14 @@ class NAdam(RuleOptimizer):
         momentum_decay: how fast the momentum warms up (default: 0.004).
         decoupled_weight_decay: decay the parameter instead of the gradient, as AdamW (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -313,7 +314,7 @@ class NAdam(RuleOptimizer):
     ) -> None: ...
 
 class RAdam(RuleOptimizer):
-    r"""RAdam: Adam whose adaptive step waits until the second moment can be trusted.
+    r"""RAdam: Adam that uses the second moment only once its variance is small enough.
 
     .. math::
         \rho_\infty &= \frac{2}{1-\beta_2} - 1, \qquad
@@ -332,13 +333,14 @@ class RAdam(RuleOptimizer):
         weight_decay: weight decay (L2 penalty) (default: 0).
         decoupled_weight_decay: decay the parameter instead of the gradient, as AdamW (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -373,7 +375,7 @@ class Adagrad(RuleOptimizer):
         G &\leftarrow G + g^2 \\
         \theta &\leftarrow \theta - \frac{\gamma}{1 + (t-1)\eta} \cdot \frac{g}{\sqrt{G} + \epsilon}
 
-    A sparse gradient touches its own rows only.
+    A sparse gradient updates only the rows that it contains.
 
     Reference: Duchi, Hazan and Singer, JMLR 12, 2011.
 
@@ -382,15 +384,15 @@ class Adagrad(RuleOptimizer):
         lr: learning rate, a number or a tensor of one element (default: 0.01).
         lr_decay: learning rate decay (default: 0).
         weight_decay: weight decay (L2 penalty) (default: 0).
-        initial_accumulator_value: what the sum of squares starts from (default: 0).
+        initial_accumulator_value: initial value of the sum of squares (default: 0).
         eps: term added to the denominator for numerical stability (default: 1e-10).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -436,13 +438,14 @@ class Adadelta(RuleOptimizer):
         eps: term added to the denominator for numerical stability (default: 1e-06).
         weight_decay: weight decay (L2 penalty) (default: 0).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -489,13 +492,14 @@ class RMSprop(RuleOptimizer):
         momentum: momentum factor (default: 0).
         centered: normalise by an estimate of the gradient's variance (default: False).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -525,7 +529,7 @@ class RMSprop(RuleOptimizer):
     ) -> None: ...
 
 class Rprop(RuleOptimizer):
-    r"""Rprop: each element has its own step size, grown while its gradient keeps its sign.
+    r"""Rprop: each element has its own step size, which grows while the sign of its gradient stays the same.
 
     .. math::
         \eta &\leftarrow \begin{cases}
@@ -542,13 +546,14 @@ class Rprop(RuleOptimizer):
         etas: factors by which a step size shrinks and grows (default: (0.5, 1.2)).
         step_sizes: smallest and largest step size (default: (1e-06, 50)).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -583,7 +588,7 @@ class ASGD(RuleOptimizer):
         \eta_{t+1} &= \frac{\gamma}{(1 + \lambda\gamma t)^\alpha}, \qquad
         \mu_{t+1} = \frac{1}{\max(1, t - t_0)}
 
-    The average is in ``state[p]["ax"]``. A changed learning rate reaches :math:`\eta` one step later, as in torch.optim.
+    The average is in ``state[p]["ax"]``. A change of the learning rate takes effect one step later, as in torch.optim.
 
     Reference: Polyak and Juditsky, SIAM J. Control Optim. 30, 1992.
 
@@ -591,17 +596,18 @@ class ASGD(RuleOptimizer):
         params: parameters, named parameters, or dictionaries that define groups.
         lr: learning rate, a number or a tensor of one element (default: 0.01).
         lambd: decay term (default: 0.0001).
-        alpha: power of the learning rate's decay (default: 0.75).
+        alpha: power in the decay of the learning rate (default: 0.75).
         t0: step at which averaging starts (default: 1000000.0).
         weight_decay: weight decay (L2 penalty) (default: 0).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -636,26 +642,26 @@ class Lion(RuleOptimizer):
         \theta &\leftarrow (1 - \gamma\lambda)\,\theta - \gamma\,\mathrm{sign}(\beta_1 m + (1-\beta_1) g) \\
         m &\leftarrow \beta_2 m + (1-\beta_2) g
 
-    One state tensor instead of Adam's two. Learning rates are typically 3 to 10 times smaller than Adam's.
+    It keeps one state tensor instead of Adam's two. Typical learning rates are 3 to 10 times smaller than Adam's.
 
     Reference: Chen et al., arXiv 2302.06675.
 
     Args:
         params: parameters, named parameters, or dictionaries that define groups.
         lr: learning rate, a number or a tensor of one element (default: 0.0001).
-        betas: interpolation for the step, and decay rate of the momentum (default: (0.9, 0.99)).
+        betas: coefficient of the interpolation for the step, and decay rate of the momentum (default: (0.9, 0.99)).
         weight_decay: decoupled weight decay (default: 0).
         maximize: maximize the objective instead of minimizing it (default: False).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
-        capturable: keep every number on the device, so that a step can be captured in a graph (default: False).
-        differentiable: let autograd see the step (default: False).
-        fused: True runs the fused tier or raises, False forbids it; None leaves the choice to the library (default:
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
+        capturable: keep step counters and coefficients on the device, so that a step can be captured in a graph
+            (default: False).
+        differentiable: let autograd record the step (default: False).
+        fused: True runs the fused tier or raises, False never runs it; None lets the library choose (default:
             None).
         state_dtype: how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded
-            stochastically, so that it is right on average), or '8bit' (blocks of 256 elements share a scale)
-            (default: None).
-        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it
-            is right on average, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
+            stochastically, which is unbiased), or '8bit' (blocks of 256 elements share a scale) (default: None).
+        rounding: how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is
+            unbiased, 'kahan' to nearest with the rounding error kept in a second tensor (default: None).
 
     Example:
         >>> import torch, offbeat
@@ -683,7 +689,7 @@ class Lion(RuleOptimizer):
     ) -> None: ...
 
 class SparseAdam(RuleOptimizer):
-    r"""Adam for sparse gradients: only the rows that a gradient touches are updated, and so is their state.
+    r"""Adam for sparse gradients: updates only the rows that the gradient contains, and only their state.
 
     .. math::
         m_i &\leftarrow \beta_1 m_i + (1-\beta_1) g_i, \qquad v_i \leftarrow \beta_2 v_i + (1-\beta_2) g_i^2
@@ -691,8 +697,8 @@ class SparseAdam(RuleOptimizer):
         \theta_i &\leftarrow \theta_i - \gamma \, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} \cdot
             \frac{m_i}{\sqrt{v_i} + \epsilon}
 
-    The step :math:`t` counts the updates of the parameter, not those of a row. ``nn.Embedding(sparse=True)`` has such
-    gradients. Rows that a gradient names more than once are added up first.
+    The step :math:`t` counts the updates of the parameter, not those of a row. ``nn.Embedding(sparse=True)`` produces such
+    gradients. If a gradient contains a row more than once, its values are summed first.
 
     Reference: Kingma and Ba, arXiv 1412.6980.
 
@@ -722,7 +728,7 @@ class SparseAdam(RuleOptimizer):
     ) -> None: ...
 
 class Muon(RuleOptimizer):
-    r"""Muon: momentum, made orthogonal by a Newton-Schulz iteration, for the hidden matrices of a network.
+    r"""Muon: momentum, orthogonalised by a Newton-Schulz iteration, for the hidden matrices of a network.
 
     .. math::
         B &\leftarrow \mu B + (1-\mu) g, \qquad
@@ -733,10 +739,10 @@ class Muon(RuleOptimizer):
             s = \sqrt{\max(1, \text{rows} / \text{columns})}
             \ \text{ or } \ 0.2 \sqrt{\max(\text{rows}, \text{columns})}
 
-    The second :math:`s` is that of ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as torch.optim's, or
-    in ``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices
-    (experts): each is orthogonalised by itself. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
-    make one optimizer of the two.
+    The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as in torch.optim, or in
+    ``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices (experts);
+    each matrix is orthogonalised on its own. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
+    combine the two into one optimizer.
 
     References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982.
 
@@ -748,9 +754,9 @@ class Muon(RuleOptimizer):
         nesterov: Nesterov momentum (default: True).
         ns_coefficients: the coefficients a, b, c of the Newton-Schulz polynomial (default: (3.4445, -4.775,
             2.0315)).
-        eps: a matrix whose norm is smaller is divided by this instead (default: 1e-07).
+        eps: smallest norm that a matrix is divided by (default: 1e-07).
         ns_steps: the number of Newton-Schulz iterations, below 100 (default: 5).
-        adjust_lr_fn: how the learning rate depends on the shape: 'original' (as None) or 'match_rms_adamw'
+        adjust_lr_fn: how the learning rate depends on the shape: 'original' (same as None) or 'match_rms_adamw'
             (default: None).
         ns_dtype: the dtype of the Newton-Schulz iteration (default: torch.bfloat16).
 
@@ -804,7 +810,7 @@ class Adafactor(RuleOptimizer):
             (default: (None, 0.001)).
         d: the largest rms of an update before it is scaled (default: 1.0).
         weight_decay: decoupled weight decay (default: 0.0).
-        foreach: True runs the foreach tier, False the loop; None leaves the choice to the library (default: None).
+        foreach: True runs the foreach tier, False the loop tier; None lets the library choose (default: None).
         maximize: maximize the objective instead of minimizing it (default: False).
 
     Example:

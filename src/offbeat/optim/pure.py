@@ -1,6 +1,6 @@
-"""The pure form: new parameters and new state are returned, nothing is changed.
+"""Pure optimizers: they return new parameters and new state, and change nothing.
 
-For :mod:`torch.func`, for learning through the update, and for ``torch.compile(fullgraph=True)``.
+For :mod:`torch.func`, for differentiating through the update, and for ``torch.compile(fullgraph=True)``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def as_pure(
     """Turn an update rule into two functions without side effects.
 
     Args:
-        optim_cls: a class of this library, or the torch.optim class of the same name.
-        args: nothing; only type checkers need it.
-        hyper: its hyperparameters and ``maximize``; tensors among them can be differentiated through. Other options of
-            the class raise.
+        optim_cls: an optimizer class of offbeat, or the torch.optim class of the same name.
+        args: not allowed; only type checkers need it.
+        hyper: hyperparameters of the class, and ``maximize``. Gradients flow to hyperparameters that are tensors. Other
+            options of the class raise.
 
     Returns:
         The functions: :meth:`PureOptimizer.init` and :meth:`PureOptimizer.update`.
@@ -100,7 +100,7 @@ class PureOptimizer:
         return f"pure {self.rule.name} (\n{lines})"
 
     def init(self, params: Any) -> Any:
-        """State for ``params``: the same nesting, with a dictionary in the place of each tensor."""
+        """The initial state for ``params``: the same nesting, with a dictionary for each tensor."""
         h = hyperparameters(self.options)
         return pytree.tree_map(lambda p: self._initial(h, p), params)
 
@@ -109,15 +109,15 @@ class PureOptimizer:
 
         Args:
             params: the parameters, nested as for :meth:`init`.
-            grads: their gradients, nested alike; None leaves a parameter and its state as they are.
+            grads: the gradients, nested like ``params``; None leaves a parameter and its state as they are.
             state: what :meth:`init` or the last :meth:`update` returned.
-            hyper: hyperparameters that differ from now on, ``lr`` say; not remembered.
+            hyper: hyperparameters with other values for this update only, such as ``lr``.
         """
         unknown = [name for name in hyper if name not in {one.name for one in self.rule.hyper}]
         if unknown:
             raise TypeError(f"{self.rule.name} has no hyperparameter {', '.join(unknown)}")
         options = {**self.options, **hyper}
-        # The value of a tensor is not known while a graph is traced; numbers are checked.
+        # Numbers are checked. The value of a tensor is unknown while a graph is traced.
         if hyper and not any(isinstance(value, Tensor) for value in pytree.tree_leaves(tuple(hyper.values()))):
             self.rule.validate(options)
         h = hyperparameters(options)
@@ -141,7 +141,7 @@ class PureOptimizer:
 
     def _slots(self, h: Values) -> tuple[Any, ...]:
         slots = self.rule.slots(h)
-        # A rule whose first step differs needs to know it, and nothing else in a pure state could tell.
+        # The first step of some rules differs, and nothing else in the state tells whether it is the first.
         counts = any(slot.key == "step" for slot in slots)
         return slots if counts else (Slot("step", scalar=True), *slots)
 
@@ -155,12 +155,12 @@ class PureOptimizer:
         missing = [slot.key for slot in slots if slot.key not in state]
         if missing:
             raise ValueError(
-                f"the state has no {', '.join(missing)}: it was made by init() under other options; "
-                "give the options that decide what is kept to as_pure()"
+                f"the state has no {', '.join(missing)}: init() made it with other options; "
+                "pass options that decide which state there is to as_pure(), not to update()"
             )
         keys = [slot.key for slot in slots if not slot.scalar]
         stored = {slot.key: state[slot.key] for slot in slots if slot.scalar}
-        # init() has given late state its value: hyperparameters cannot change between it and the first step.
+        # init() has already set late state: hyperparameters cannot change between init() and the first step.
         begun = [replace(slot, late=False) for slot in slots]
         numbers = tensor_numbers(self.rule, h, begun, stored, p.device, first=False)
         advanced = {key: value.to(stored[key].dtype) for key, value in numbers.stored.items()}

@@ -1,4 +1,4 @@
-"""How an optimizer shares the work of whole matrices with other ranks, and where gradients and state are then."""
+"""How an optimizer shares the work on whole matrices with other ranks, and which rank has gradients and state."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ class SharesMatrices:
     def share_matrices(self, process_group: Group | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks that have the same parameters and the same gradients (DDP).
 
-        Each matrix gets an owner, balanced by cost. In every step the owner transforms it and sends the result to the
-        others, while the next matrices are worked on. So the arithmetic of a rank falls as one over the number of
-        ranks. All ranks have the same numbers, and state stays on every rank. Parameters that FSDP2 cuts need no call:
-        their pieces go to owners and back by themselves.
+        Each matrix gets a rank that owns it; costs are balanced. In every step the owner transforms the matrix and
+        sends the result to the other ranks, while the next matrices are computed. With n ranks, each rank does about
+        1/n of the arithmetic. All ranks get the same numbers, and every rank keeps all state. Parameters sharded by
+        FSDP2 do not need this call: their shards are sent to owners and back automatically.
 
         Args:
-            process_group: the ranks; None for all. Every rank of it must call this, and every ``step()``, together. If
-                their gradients differ, a step raises on all of them.
-            exact: send results in the dtype in which they are computed. Otherwise wider ones are rounded to bfloat16,
-                which is what Muon computes in by default.
+            process_group: the ranks; None for all. Every rank of the group must make this call and every ``step()``. If
+                their gradients differ, a step raises on all ranks.
+            exact: whether to send results in the dtype in which they are computed. If not, results of a wider dtype are
+                rounded to bfloat16, the dtype in which Muon computes by default.
         """
         if not self.has_matrices:
             raise TypeError(
-                f"{type(self).__name__} has no matrices to share: it works element by element, or needs whole "
-                "parameters; leave share_matrices() out"
+                f"{type(self).__name__} has no matrices to share: it is elementwise, or needs whole parameters; leave "
+                "share_matrices() out"
             )
         if self.owners is not None:
             raise RuntimeError(
-                "the gradients of these matrices are reduced to their owners, which share the work already; leave "
+                "the gradients of these matrices are reduced to their owners, which already share the work; leave "
                 "share_matrices() out, or call remove() of the handle that offbeat.reduce_to_owners() returned"
             )
         self._share(process_group, exact, owned=False)
@@ -67,23 +67,23 @@ class SharesMatrices:
 
     @property
     def owners(self) -> Owners | None:
-        """The owners of the matrices, if gradients and state are on their owner alone: offbeat.reduce_to_owners()."""
+        """The owners of the matrices if only they have gradients and state (offbeat.reduce_to_owners()), else None."""
         return None if self._sharing is None else self._sharing.owners
 
     @property
     def sharing_group(self) -> Any:
-        """The process group of the ranks that share the work of whole matrices; None if each does all of it."""
+        """The process group of the ranks that share the work on whole matrices; None if each rank does all of it."""
         return None if self._sharing is None else self._sharing.group
 
     def own_matrices(self, process_group: Any, *, exact: bool) -> None:
-        """Have the gradients and the state of each matrix on its owner alone. Whoever calls this reduces them there."""
+        """Keep the gradient and the state of each matrix on its owner only. The caller reduces gradients to owners."""
         self._share(process_group, exact, owned=True)
 
     def disown_matrices(self, *, gather: bool = True) -> None:
-        """Bring all state to all ranks, and share no more. Every rank must call this together.
+        """Send all state to all ranks, and stop sharing. Every rank must make this call.
 
         Args:
-            gather: whether to bring the state. Without, nothing is sent.
+            gather: whether to send the state. If False, nothing is sent.
         """
         if gather:
             self.gather_state()
@@ -91,9 +91,9 @@ class SharesMatrices:
         self._engine = Engine(self.rule, None)
 
     def gather_state(self) -> None:
-        """Bring the state that only owners of matrices have to all ranks. Every rank must call this together.
+        """Send the state of each matrix from its owner to all ranks. Every rank must make this call.
 
-        Nothing happens if every rank has all state, as it does without :func:`offbeat.reduce_to_owners`.
+        Does nothing if every rank has all state, which is the case without :func:`offbeat.reduce_to_owners`.
         """
         if self.owners is None:
             return
@@ -133,7 +133,7 @@ class SharesMatrices:
     def _share(self, process_group: Any, exact: bool, *, owned: bool) -> None:
         shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
         check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
-        # Of its own: DDP may be using the other one at the same time, from another thread.
+        # A group of its own, because DDP may use the other one at the same time, from another thread.
         ranks = dist.get_process_group_ranks(process_group)
         own = dist.new_group(ranks, use_local_synchronization=True)
         owners = Owners(len(ranks), dist.get_rank(own)) if owned and len(ranks) > 1 else None
@@ -146,5 +146,5 @@ class SharesMatrices:
         if self.owners is not None and self.owners.stale:
             raise RuntimeError(
                 "this rank has the state of its own matrices only, because gradients are reduced to their owners; call "
-                "optimizer.gather_state() on every rank first, which brings all of it to all of them"
+                "optimizer.gather_state() on every rank first, which sends all state to all ranks"
             )

@@ -26,18 +26,18 @@ OPTION_TYPES = {
 #: The meaning of options that are not hyperparameters.
 FLAG_DOCS = {
     "maximize": "maximize the objective instead of minimizing it",
-    "foreach": "True runs the foreach tier, False the loop; None leaves the choice to the library",
-    "capturable": "keep every number on the device, so that a step can be captured in a graph",
-    "differentiable": "let autograd see the step",
+    "foreach": "True runs the foreach tier, False the loop tier; None lets the library choose",
+    "capturable": "keep step counters and coefficients on the device, so that a step can be captured in a graph",
+    "differentiable": "let autograd record the step",
     "state_dtype": (
         "how state is stored: None for the parameter's dtype, torch.float32, torch.bfloat16 (rounded stochastically, "
-        "so that it is right on average), or '8bit' (blocks of 256 elements share a scale)"
+        "which is unbiased), or '8bit' (blocks of 256 elements share a scale)"
     ),
     "rounding": (
-        "how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random so that it is right "
-        "on average, 'kahan' to nearest with the rounding error kept in a second tensor"
+        "how bfloat16 parameters are rounded: None to nearest, 'stochastic' up or down at random, which is unbiased, "
+        "'kahan' to nearest with the rounding error kept in a second tensor"
     ),
-    "fused": "True runs the fused tier or raises, False forbids it; None leaves the choice to the library",
+    "fused": "True runs the fused tier or raises, False never runs it; None lets the library choose",
 }
 
 
@@ -56,7 +56,7 @@ def signature(rule: Rule) -> inspect.Signature:
 
 
 def describe(rule: Rule, cls: type) -> str:
-    """The rule's own words (its function's, or its file's), its arguments, and an example."""
+    """The class docstring: that of the rule's function or file, then the arguments and an example."""
     module: Any = sys.modules[rule.update.__module__]
     lines = [inspect.cleandoc(rule.update.__doc__ or module.__doc__ or rule.name), "", "Args:"]
     arguments = ["params: parameters, named parameters, or dictionaries that define groups."]

@@ -1,4 +1,4 @@
-"""``split_parameters``: which parameters of a module are hidden matrices, and which are not."""
+"""``split_parameters``: the hidden matrices of a module, and all other parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Split", "split_parameters"]
 
-#: Names under which models have their embeddings and their last layer.
+#: Names that models give to their embeddings and to their last layer.
 _EMBEDDINGS = ("*embed*", "*wte*", "*wpe*", "*pos_emb*", "*cls_token*")
 _HEADS = (
     "*head*",
@@ -43,7 +43,7 @@ class Split:
     Attributes:
         matrices: the parameters for Muon.
         rest: all other parameters.
-        reasons: by name, what a parameter was taken for.
+        reasons: for each parameter name, what the parameter was classified as.
     """
 
     matrices: list[Tensor]
@@ -57,7 +57,7 @@ class Split:
 
     @property
     def report(self) -> str:
-        """A table of what went where, and why."""
+        """A table of all parameters, with the reason for each."""
         width = max([len(name) for name in self.reasons], default=0)
         sizes = {name: "x".join(map(str, shape)) or "1" for name, shape in self._shapes.items()}
         across = max([len(size) for size in sizes.values()], default=0)
@@ -74,17 +74,18 @@ class Split:
 
 
 def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = None, rest: Sequence[str] = ()) -> Split:
-    """Split a module's parameters as Muon's users do: hidden matrices, and everything else.
+    """Split a module's parameters for Muon: hidden matrices, and everything else.
 
-    Hidden matrices are parameters of two dimensions, or three (stacked experts), that are neither embeddings nor heads.
-    A parameter is an embedding if it belongs to ``nn.Embedding`` or ``nn.EmbeddingBag`` (also if another layer shares
-    it), or if its name says so. It is a head if its name says so. If no name does and no layer shares an embedding, the
-    last ``nn.Linear`` is the head. Read the report: it says what each parameter was taken for.
+    Hidden matrices are parameters with two dimensions, or three (stacked experts), that are neither embeddings nor
+    heads. A parameter is an embedding if it belongs to ``nn.Embedding`` or ``nn.EmbeddingBag`` (even if another layer
+    shares it), or if its name matches a known pattern. It is a head if its name matches a known pattern. If no name
+    does and no layer shares an embedding, the last ``nn.Linear`` is the head. Check ``report``: it lists how each
+    parameter was classified.
 
     Args:
         module: the module.
         heads: a list of patterns (as in :mod:`fnmatch`) of the names of heads; they are guessed if it is None.
-        rest: a list of patterns of further names that are no hidden matrices.
+        rest: a list of patterns of names of further parameters that are not hidden matrices.
 
     Example:
         >>> import torch, offbeat
@@ -155,7 +156,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _last_linear(module: torch.nn.Module, named: Sequence[tuple[str, Tensor]], embeddings: set[int]) -> Tensor | None:
-    """The weight of the last linear layer, unless a head is known already by its name or by sharing an embedding."""
+    """The weight of the last linear layer, unless a head is known by its name or shares an embedding."""
     if any(_matches(name, _HEADS) for name, p in named if p.dim() == 2):
         return None
     linear = [one.weight for one in module.modules() if isinstance(one, torch.nn.Linear)]

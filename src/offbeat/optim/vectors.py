@@ -1,8 +1,8 @@
 """All parameters as one vector, without copying them: for optimizers whose update needs inner products.
 
-A :class:`Vector` is one flat tensor with a view for each parameter. Gradients are lists of tensors where they lie. Of
-a DTensor only this rank's shard takes part, and sums are taken over the ranks that hold the other shards, so that every
-rank has the same numbers.
+A :class:`Vector` is one flat tensor with a view for each parameter. Gradients are not copied: they are lists of
+tensors. Of a DTensor, each rank uses its own shard, and sums are reduced over the ranks that hold the other shards, so
+every rank gets the same numbers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Vector:
 
 
 class Layout:
-    """Where the parameters lie in a vector, and over which ranks its sums go.
+    """The place of each parameter in a vector, and the ranks over which sums are reduced.
 
     Args:
         params: the parameters; they may be complex, and DTensors.
@@ -44,7 +44,7 @@ class Layout:
         self.dtype = reduce(torch.promote_types, (t.dtype for t in self.locals))
         self.device = self.locals[0].device
         self.numel = sum(t.numel() for t in self.locals)
-        #: For each set of groups that hold the other shards, the parameters cut over them.
+        #: For each set of process groups, the parameters that are sharded over them.
         self._by_ranks: dict[tuple[Any, ...], list[int]] = {}
         for i, p in enumerate(params):
             self._by_ranks.setdefault(_groups(p), []).append(i)
@@ -56,13 +56,13 @@ class Layout:
         return [mesh.get_group(i) for mesh in found.values() for i in range(mesh.ndim)]
 
     def vector(self, flat: Tensor | None = None) -> Vector:
-        """A vector around ``flat``, or a new one without values."""
+        """A vector that uses the memory of ``flat``, or a new, uninitialised one."""
         if flat is None:
             flat = torch.empty(self.numel, dtype=self.dtype, device=self.device)
         return Vector(flat, self.shapes)
 
     def gradients(self) -> list[Tensor]:
-        """The gradients where they lie: real, dense, of this rank. Zeros stand for those that are missing."""
+        """This rank's gradients, without copying: real and dense. A missing gradient becomes zeros."""
         found = []
         for p, t in zip(self.params, self.locals, strict=True):
             g = p.grad
@@ -98,7 +98,7 @@ class Layout:
         return found.item()
 
     def mean(self, value: float) -> float:
-        """The mean over all ranks that share the parameters: shards have a part of the data each."""
+        """The mean over all ranks of the mesh: each of them has a part of the data."""
         groups = self.everyone
         if not groups:
             return value
@@ -133,13 +133,13 @@ def _real(t: Tensor) -> Tensor:
 
 
 def _groups(p: Any) -> tuple[Any, ...]:
-    """The process groups over which a parameter is cut."""
+    """The process groups over which a parameter is sharded."""
     if not is_dtensor(p):
         return ()
     odd = [one for one in p.placements if one.is_partial()]
     if odd:
         raise ValueError(
-            f"a parameter has the placements {tuple(p.placements)}, and sums of parts ({odd[0]}) cannot be updated; "
+            f"a parameter has the placements {tuple(p.placements)}, and a partial sum ({odd[0]}) cannot be updated; "
             "redistribute it to Shard or Replicate"
         )
     return tuple(p.device_mesh.get_group(i) for i, one in enumerate(p.placements) if not one.is_replicate())

@@ -1,4 +1,4 @@
-"""WHAT is an update? One file a rule: hyperparameters, state, and its maths, written once."""
+"""Update rules: one file per rule, with its hyperparameters, its state and its maths, written once."""
 
 from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface, Total
 

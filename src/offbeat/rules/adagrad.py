@@ -4,7 +4,7 @@ r"""Adagrad: each element's learning rate shrinks with the squares of its gradie
     G &\leftarrow G + g^2 \\
     \theta &\leftarrow \theta - \frac{\gamma}{1 + (t-1)\eta} \cdot \frac{g}{\sqrt{G} + \epsilon}
 
-A sparse gradient touches its own rows only.
+A sparse gradient updates only the rows that it contains.
 
 Reference: Duchi, Hazan and Singer, JMLR 12, 2011.
 """
@@ -49,7 +49,7 @@ ADAGRAD = Rule(
         learning_rate(1e-2),
         number("lr_decay", 0, "learning rate decay"),
         weight_decay(0),
-        number("initial_accumulator_value", 0, "what the sum of squares starts from"),
+        number("initial_accumulator_value", 0, "initial value of the sum of squares"),
         eps(1e-10),
     ),
     slots=lambda h: (Slot("step", scalar=True), Slot("sum", init=lambda h: h.initial_accumulator_value)),

@@ -5,7 +5,7 @@ r"""Adam and AdamW, with AMSGrad.
     \theta &\leftarrow \theta - \frac{\gamma}{1-\beta_1^t} \cdot
         \frac{m}{\sqrt{v} / \sqrt{1-\beta_2^t} + \epsilon}
 
-With AMSGrad the largest :math:`v` so far takes the place of :math:`v`. Weight decay adds
+With AMSGrad the largest :math:`v` so far is used instead of :math:`v`. Weight decay adds
 :math:`\lambda\theta` to the gradient (Adam) or shrinks the parameter by :math:`1 - \gamma\lambda` first
 (AdamW, ``decoupled_weight_decay``).
 

@@ -39,7 +39,7 @@ ADAMAX = Rule(
     name="Adamax",
     hyper=(
         learning_rate(2e-3),
-        betas((0.9, 0.999), "decay rates of the average of the gradient and of its largest size"),
+        betas((0.9, 0.999), "decay rates of the average of the gradient and of its infinity norm"),
         eps(1e-8),
         weight_decay(0),
     ),

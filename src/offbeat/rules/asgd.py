@@ -6,7 +6,7 @@ r"""ASGD: gradient descent that also keeps the average of its iterates.
     \eta_{t+1} &= \frac{\gamma}{(1 + \lambda\gamma t)^\alpha}, \qquad
     \mu_{t+1} = \frac{1}{\max(1, t - t_0)}
 
-The average is in ``state[p]["ax"]``. A changed learning rate reaches :math:`\eta` one step later, as in torch.optim.
+The average is in ``state[p]["ax"]``. A change of the learning rate takes effect one step later, as in torch.optim.
 
 Reference: Polyak and Juditsky, SIAM J. Control Optim. 30, 1992.
 """
@@ -43,7 +43,7 @@ ASGD = Rule(
     hyper=(
         learning_rate(1e-2),
         number("lambd", 1e-4, "decay term"),
-        number("alpha", 0.75, "power of the learning rate's decay"),
+        number("alpha", 0.75, "power in the decay of the learning rate"),
         anything("t0", 1e6, "step at which averaging starts"),
         weight_decay(0),
     ),

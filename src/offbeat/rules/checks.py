@@ -1,4 +1,4 @@
-"""Hyperparameters that many rules share, with their checks. Messages begin as torch.optim's do."""
+"""Hyperparameters that many rules share, with their checks. Messages start like those of torch.optim."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_number(label: str, value: Any) -> None:
 def in_range(
     label: str, low: float = 0.0, below: float | None = None, high: float | None = None
 ) -> Callable[[Any], None]:
-    """A check ``low <= value``, and ``value < below`` or ``value <= high`` where given. NaN fails it."""
+    """A check for ``low <= value`` and, if given, ``value < below`` or ``value <= high``. NaN does not pass."""
 
     def check(value: Any) -> None:
         require_number("lr" if label == "learning rate" else label.removesuffix(" value"), value)
@@ -57,7 +57,7 @@ def above_zero(name: str, default: float, doc: str, *, label: str | None = None)
 
 
 def at_least(name: str, default: float, doc: str, *, says: str | None = None, low: float = 0) -> Hyper:
-    """A number of at least ``low``, in the words of torch.optim's newer classes; ``says`` names it in the message."""
+    """A number of at least ``low``, with the message of torch.optim's newer classes, which calls it ``says``."""
 
     def check(value: Any) -> None:
         require_number(name, value)
@@ -68,7 +68,7 @@ def at_least(name: str, default: float, doc: str, *, says: str | None = None, lo
 
 
 def anything(name: str, default: float, doc: str) -> Hyper:
-    """A number torch.optim does not limit."""
+    """A number without limits, as in torch.optim."""
     return Hyper(name, default, lambda value: require_number(name, value), doc)
 
 

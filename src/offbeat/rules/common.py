@@ -25,7 +25,7 @@ def decoupling(h: Values) -> dict[str, bool]:
 
 
 def decayed(p: Any, g: Any, c: Values) -> tuple[Any, Any]:
-    """The parameter and the gradient after ``maximize`` and weight decay, as the structure in ``c`` says."""
+    """The parameter and the gradient after ``maximize`` and weight decay, according to the structure in ``c``."""
     if c.maximize:
         g = -g
     if c.decay:

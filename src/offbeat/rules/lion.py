@@ -4,7 +4,7 @@ r"""Lion: the sign of an interpolated momentum, with decoupled weight decay.
     \theta &\leftarrow (1 - \gamma\lambda)\,\theta - \gamma\,\mathrm{sign}(\beta_1 m + (1-\beta_1) g) \\
     m &\leftarrow \beta_2 m + (1-\beta_2) g
 
-One state tensor instead of Adam's two. Learning rates are typically 3 to 10 times smaller than Adam's.
+It keeps one state tensor instead of Adam's two. Typical learning rates are 3 to 10 times smaller than Adam's.
 
 Reference: Chen et al., arXiv 2302.06675.
 """
@@ -47,7 +47,7 @@ LION = Rule(
     name="Lion",
     hyper=(
         learning_rate(1e-4),
-        betas((0.9, 0.99), "interpolation for the step, and decay rate of the momentum"),
+        betas((0.9, 0.99), "coefficient of the interpolation for the step, and decay rate of the momentum"),
         weight_decay(0, "decoupled weight decay"),
     ),
     slots=lambda h: (Slot("exp_avg"),),

@@ -1,4 +1,4 @@
-r"""Muon: momentum, made orthogonal by a Newton-Schulz iteration, for the hidden matrices of a network.
+r"""Muon: momentum, orthogonalised by a Newton-Schulz iteration, for the hidden matrices of a network.
 
 .. math::
     B &\leftarrow \mu B + (1-\mu) g, \qquad
@@ -9,10 +9,10 @@ r"""Muon: momentum, made orthogonal by a Newton-Schulz iteration, for the hidden
         s = \sqrt{\max(1, \text{rows} / \text{columns})}
         \ \text{ or } \ 0.2 \sqrt{\max(\text{rows}, \text{columns})}
 
-The second :math:`s` is that of ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as torch.optim's, or
-in ``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices
-(experts): each is orthogonalised by itself. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
-make one optimizer of the two.
+The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as in torch.optim, or in
+``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices (experts);
+each matrix is orthogonalised on its own. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
+combine the two into one optimizer.
 
 References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982.
 """
@@ -104,13 +104,13 @@ MUON = Rule(
             "the coefficients a, b, c of the Newton-Schulz polynomial",
             "tuple[float, float, float]",
         ),
-        anything("eps", 1e-7, "a matrix whose norm is smaller is divided by this instead"),
+        anything("eps", 1e-7, "smallest norm that a matrix is divided by"),
         Hyper("ns_steps", 5, check_steps, "the number of Newton-Schulz iterations, below 100", "int"),
         Hyper(
             "adjust_lr_fn",
             None,
             check_adjustment,
-            "how the learning rate depends on the shape: 'original' (as None) or 'match_rms_adamw'",
+            "how the learning rate depends on the shape: 'original' (same as None) or 'match_rms_adamw'",
             'Literal["original", "match_rms_adamw"] | None',
         ),
         Hyper("ns_dtype", torch.bfloat16, check_dtype, "the dtype of the Newton-Schulz iteration", "torch.dtype"),

@@ -1,8 +1,8 @@
 """The operations a rule's maths may use: one table, with one entry for each operation.
 
-A rule's update is written once. The loop tier calls it with tensors, the other tiers trace it with symbolic
-values, and the numbers that change at every step are worked out with plain numbers, 0-d tensors or symbols. An
-entry says what its operation means in each of these places, so adding an operation is adding an entry::
+A rule's update is written once. The loop tier calls it with tensors, and the other tiers trace it with symbolic
+values. The numbers that change at every step are computed from Python numbers, 0-d tensors or symbols. An entry
+defines its operation for all of these, so adding an operation means adding one entry::
 
     sqrt(x), sign(x), maximum(a, b), minimum(a, b), where(condition, a, b)      # functions
     a + b, a - b, a * b, a / b, -a, abs(a), a > b, a >= b, a == b, ...          # operators
@@ -24,18 +24,18 @@ __all__ = ["OPERATIONS", "Operation", "maximum", "minimum", "sign", "sqrt", "whe
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation, in every form in which it is executed. Call it with whatever a rule has at hand.
+    """One operation, in every form in which it is executed. Call it with numbers, tensors or symbols.
 
     Args:
         name: its name in a traced program.
         number: the operation on Python numbers.
         tensor: the operation on tensors, elementwise.
         c: a C expression of the operands ``{0}``, ``{1}``, ...; ``{f}`` is the suffix of a float's functions.
-        triton: a Triton expression of the operands, in float32 rounded as IEEE 754 has it.
-        triton_wide: the expression in float64, if it is another.
-        triton_rough: the expression where the last bits of a float32 do not matter, if it is another.
-        foreach: the suffix of torch's multi-tensor operator; None runs ``tensor`` for one tensor after the other.
-        python: the method by which Python calls it (``__add__``); None for functions.
+        triton: a Triton expression of the operands, in float32 and rounded as IEEE 754 requires.
+        triton_wide: the expression for float64, if it differs.
+        triton_rough: the expression where the last bits of a float32 do not matter, if it differs.
+        foreach: the suffix of torch's multi-tensor operator; None calls ``tensor`` for each tensor.
+        python: the special method of a Python operator (``__add__``); None for functions.
         compares: whether the result is a condition.
     """
 
@@ -75,6 +75,8 @@ def _like(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """For operators of torch that take tensors only: a number becomes a tensor like the other operand."""
 
     def both(a: Any, b: Any) -> Tensor:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return function(a, b)
         like = a if isinstance(a, Tensor) else b
         a, b = (x if isinstance(x, Tensor) else torch.full((), x, dtype=like.dtype, device=like.device) for x in (a, b))
         return function(a, b)
@@ -114,22 +116,22 @@ sqrt = _operation(
     "sqrt", math.sqrt, torch.sqrt, "__builtin_sqrt{f}({0})", "tl.sqrt_rn({0})",
     triton_wide="tl.sqrt({0})", triton_rough="tl.sqrt({0})", foreach="sqrt",
 )  # fmt: skip
-#: -1, 0 or 1 by the sign; 0 for zeros and, as :func:`torch.sign` has it, for NaN.
+#: -1, 0 or 1, the sign of a number; 0 for NaN, like :func:`torch.sign`.
 sign = _operation(
     "sign", _sign, torch.sign, "(C)(({0} > 0) - ({0} < 0))",
     "tl.where({0} > 0, one, tl.where({0} < 0, -one, one - one))", foreach="sign",
 )  # fmt: skip
-#: The larger of the two; NaN if either is NaN, as :func:`torch.maximum`.
+#: The larger of the two; NaN if either is NaN, like :func:`torch.maximum`.
 maximum = _operation(
     "max", max, _like(torch.maximum), "{0} > {1} || {0} != {0} ? {0} : {1}",
     "tl.where(({0} > {1}) | ({0} != {0}), {0}, {1})", foreach="maximum",
 )  # fmt: skip
-#: The smaller of the two; NaN if either is NaN, as :func:`torch.minimum`.
+#: The smaller of the two; NaN if either is NaN, like :func:`torch.minimum`.
 minimum = _operation(
     "min", min, _like(torch.minimum), "{0} < {1} || {0} != {0} ? {0} : {1}",
     "tl.where(({0} < {1}) | ({0} != {0}), {0}, {1})", foreach="minimum",
 )  # fmt: skip
-# For numbers, not for updates: a power of a base of at least 0, and rounding to float32.
+# Only for coefficients, not for updates: a power with a base of at least 0, and rounding to float32.
 _operation("pow", operator.pow, torch.pow, "__builtin_pow{f}({0}, {1})", "tl.exp2({1} * tl.log2({0}))")
 _operation("round", float, lambda x: x.float().to(x.dtype), "(C)(float){0}", "{0}.to(tl.float32).to(tl.float64)")
 

@@ -1,4 +1,4 @@
-r"""RAdam: Adam whose adaptive step waits until the second moment can be trusted.
+r"""RAdam: Adam that uses the second moment only once its variance is small enough.
 
 .. math::
     \rho_\infty &= \frac{2}{1-\beta_2} - 1, \qquad
@@ -25,7 +25,7 @@ def coefficients(h: Values, s: Values) -> dict[str, Any]:
     correction2 = 1 - beta2**s.step
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * s.step * (beta2**s.step) / correction2
-    # Under 5 the rectification is not used: any positive stand-in keeps its square root real.
+    # At or below 5 the rectification is not used; another value keeps its square root real.
     trusted = maximum(rho, 5.0)
     large = maximum(rho_inf, 5.0)
     root = sqrt((trusted - 4) * (trusted - 2) * large / ((large - 4) * (large - 2) * trusted))

@@ -1,4 +1,4 @@
-r"""Rprop: each element has its own step size, grown while its gradient keeps its sign.
+r"""Rprop: each element has its own step size, which grows while the sign of its gradient stays the same.
 
 .. math::
     \eta &\leftarrow \begin{cases}

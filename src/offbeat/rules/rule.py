@@ -1,7 +1,7 @@
-"""What an update rule is: hyperparameters, state, the numbers that change each step, and the maths.
+"""The definition of an update rule: hyperparameters, state, numbers that change at each step, and the maths.
 
-A rule file fills in one :class:`Rule`. Nothing else in the library knows a rule by name: the engine executes its
-``update``, and the optimizer class and the functional forms are made from it.
+A rule file defines one :class:`Rule`. The engine executes its ``update``, and the optimizer class and the functional
+forms are made from it. No other code depends on the name of a rule.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["FLAGS", "PRECISION", "Hyper", "Matrix", "Rule", "Slot", "Surface", "Total", "Values"]
 
-#: Options that every optimizer understands, with the value a group has if a checkpoint does not name them.
+#: Options of every optimizer, with the values for groups from checkpoints that do not have them.
 FLAGS: dict[str, Any] = {
     "maximize": False,
     "foreach": None,
@@ -22,12 +22,17 @@ FLAGS: dict[str, Any] = {
     "fused": None,
 }
 
-#: Options for how numbers are stored. Only the groups that use them have them.
+#: Options for how numbers are stored. Only groups that use them contain them.
 PRECISION: dict[str, Any] = {"state_dtype": None, "rounding": None}
 
 
+def no_scalars(h: Values, s: Values) -> dict[str, Any]:
+    """:attr:`Rule.advance` of rules that store no scalar other than ``step``."""
+    return {}
+
+
 class Values:
-    """Named values as attributes, in a class simple enough for torch.compile to trace."""
+    """Named values as attributes. The class is simple, so that torch.compile can trace it."""
 
     def __init__(self, **items: Any) -> None:
         for name, value in items.items():
@@ -46,8 +51,7 @@ class Hyper:
         default: its default value.
         check: raises ValueError or TypeError for a value that is not allowed.
         doc: what it does, for the docstring of the optimizer class.
-        type: its type as it is written in an annotation, for type checkers. ``Any``, ``Literal``, ``Tensor`` and
-            ``torch`` may occur in it.
+        type: its annotation for type checkers. It may use ``Any``, ``Literal``, ``Tensor`` and ``torch``.
     """
 
     name: str
@@ -64,15 +68,16 @@ class Slot:
     Args:
         key: the name in ``optimizer.state[p]``, the one torch.optim uses.
         init: the initial value; a function of the hyperparameters if it depends on them.
-        scalar: the entry is one number (a step counter, a running product), not a tensor like the parameter.
-        late: the initial value depends on the hyperparameters at the first step, not on those at allocation.
-        positive: the entry is never negative, so 8-bit storage needs no sign bit.
+        scalar: whether the entry is one number (a step counter, a running product), not a tensor like the parameter.
+        late: whether the initial value uses the hyperparameters of the first step, not those at allocation.
+        positive: whether the entry is never negative, so that 8-bit storage needs no sign bit.
         form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.codec`. ``scales`` are
             the scales that belong to an 8-bit entry.
-        dtype: the dtype the entry is stored in; None stands for the parameter's.
-        shape: the entry's shape as a function of the parameter's shape, for entries that are not of that shape; it
-            returns None for parameters that do not have the entry. Only for rules that work on whole matrices.
-        saved: for a number that torch.optim keeps as a Python number, its type: state dicts hold it as such.
+        dtype: the dtype in which the entry is stored; None for the parameter's dtype.
+        shape: a function from the parameter's shape to the entry's shape, if they differ; it returns None for
+            parameters that do not have the entry. Only for rules that work on whole matrices.
+        saved: the Python type (such as ``int``) of a number that torch.optim does not keep as a tensor. State dicts
+            contain a number of this type.
 
     Example:
         >>> import offbeat
@@ -96,7 +101,7 @@ class Slot:
         return self.init(h) if callable(self.init) else self.init
 
     def shape_for(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape of the entry for a parameter of this shape; None if such a parameter does not have it."""
+        """The shape of the entry for a parameter of this shape; None if the parameter does not have the entry."""
         return shape if self.shape is None else self.shape(tuple(shape))
 
     def follows(self, shape: tuple[int, ...], dim: int) -> bool:
@@ -115,18 +120,18 @@ class Slot:
 
 @dataclass(frozen=True)
 class Surface:
-    """What an optimizer class shows to users because torch.optim's class of the same name does.
+    """The parts of an optimizer class that follow torch.optim's class of the same name.
 
     Args:
         flags: the options of :data:`FLAGS` that the class takes.
-        positional: those of ``flags`` that can also be given by position, in order.
-        keyword_only: hyperparameters that cannot be given by position.
-        fixed: group options that the user does not choose.
+        positional: the ``flags`` that can also be passed by position, in order.
+        keyword_only: hyperparameters that cannot be passed by position.
+        fixed: group options that the user cannot choose, with their values.
         precision: whether the class takes the options of :data:`PRECISION` that its rule allows.
-        eager_state: state is created with the optimizer, not at the first step.
+        eager_state: whether state is created with the optimizer, not at the first step.
         example: a module and its input, for the example in the docstring.
         native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
-        native_takes: whether that operator is right for tensors of a dtype on the CPU.
+        native_takes: a function of a dtype: whether that operator gives right results for it on the CPU.
     """
 
     flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
@@ -158,28 +163,28 @@ class Total(NamedTuple):
 class Matrix:
     r"""The part of a rule that is not elementwise: it needs whole matrices.
 
-    A step of such a rule has three parts: :attr:`before` and :attr:`Rule.update` are elementwise and traced like any
-    rule; :attr:`transform` between them works on a stack of equally shaped parameters.
+    A step of such a rule has three parts. :attr:`before` and :attr:`Rule.update` are elementwise and traced like any
+    rule. Between them, :attr:`transform` works on a stack of parameters of equal shape.
 
     Args:
         transform: called as ``transform(x, about, **state)`` with a stack ``x`` of shape ``(n, *shape)`` of ``n``
             parameters of equal shape, and stacks of the slots that have a :attr:`Slot.shape`. Returns what
             :attr:`Rule.update` gets as its gradient ``g``, and the new values of these slots in order. ``about`` has
             the attributes ``h`` (hyperparameters), ``c`` (coefficients and structure), ``params`` (the ``n``
-            parameters; do not write to them), ``dtype`` (theirs) and ``shape`` (theirs, as a whole). What belongs to
-            one parameter must not reach another.
-        before: the elementwise part that makes ``x``, as ``before(g, <slots>, c)``. It returns ``x`` and the new values
-            of the slots that it names. The transform may then write to ``x``. None if ``x`` is the gradient itself; the
-            transform must not write to ``x`` then.
-        dtype: the dtype of ``x`` under ``h`` if there is a :attr:`before`; None for the widest of gradient and state,
-            and at least float32.
+            parameters; do not write to them), ``dtype`` (their dtype) and ``shape`` (the shape of a whole one). The
+            result for one parameter must not depend on the others in the stack.
+        before: the elementwise part that computes ``x``, called as ``before(g, <slots>, c)``. It returns ``x`` and the
+            new values of the slots that it names. The transform may then write to ``x``. If it is None, ``x`` is the
+            gradient itself, and the transform must not write to it.
+        dtype: a function of ``h``: the dtype of ``x`` if there is a :attr:`before`; None for the widest dtype of the
+            gradient and the state, and at least float32.
         scales: further coefficients, which depend on ``h`` and on the shape of the parameter.
-        cut: whether a parameter may be cut along the dimensions in front of the last two, because each matrix is by
-            itself.
-        pieces: whether the transform works on pieces of parameters that are cut over ranks. It is then a generator
+        cut: whether a parameter may be split along the dimensions before the last two, because its matrices are
+            independent of each other.
+        pieces: whether the transform works on pieces of parameters that are split over ranks. It is then a generator
             function: it yields lists of :class:`Total`, is sent the list of the totals over all pieces, and returns
-            what other transforms return. Slots with a shape are cut as the parameter is, if they have that dimension.
-        copies: how many tensors of the size of ``x`` the transform needs at once, ``x`` itself included.
+            what other transforms return. Slots with a shape are split as the parameter is, if they have that dimension.
+        copies: how many tensors of the size of ``x`` the transform needs at once, including ``x``.
     """
 
     transform: Callable[..., Any]
@@ -195,7 +200,7 @@ class Matrix:
 class Rule:
     r"""An update rule :math:`(\theta, g, \text{state}) \mapsto (\theta', \text{state}')`.
 
-    The functions receive the hyperparameters of a group as attributes of ``h``. Those that compute numbers may get
+    The functions get the hyperparameters of a group as attributes of ``h``. Functions that compute numbers may get
     Python numbers, 0-d tensors or symbols: write them with plain arithmetic and :mod:`offbeat.rules.ops`.
 
     Args:
@@ -204,29 +209,30 @@ class Rule:
         slots: the state of a parameter under ``h``. A rule that counts steps has the scalar slot ``step``.
         structure: booleans that choose between variants of the maths (``amsgrad``, ``nesterov``, ...). They are
             known before anything runs, so the update may branch on them.
-        coefficients: every number the update uses, worked out in double precision from ``h`` and from the stored
-            scalars ``s`` (after :attr:`advance`, rounded as they are stored). ``s.step`` counts from 1. For a rule
-            without a ``step`` slot it is 1 at a parameter's first step and a larger number later.
+        coefficients: every number that the update uses, computed in double precision from ``h`` and from the stored
+            scalars ``s`` (after :attr:`advance`, and rounded to the precision in which they are stored). ``s.step``
+            counts from 1. For a rule without a ``step`` slot it is 1 at a parameter's first step and larger later.
         update: the maths, elementwise and without branches on values. Its arguments are ``p``, ``g``, the tensor
-            slots by name (a slot that is absent under ``h`` is not passed), and ``c``, which has the coefficients and
-            the structure as attributes. A short rule may instead name single coefficients as keyword-only arguments.
-            It returns the new ``p`` and the new tensor slots, in the order of the slots.
+            slots by name (only those that exist under ``h``), and ``c``, which has the coefficients and the structure
+            as attributes. A short rule may instead name single coefficients as keyword-only arguments. It returns the
+            new ``p`` and the new tensor slots, in the order of the slots.
         advance: the new values of the stored scalars other than ``step``, from ``h`` and the old ``s``. Here
-            ``s.step`` is the new step and the other scalars have the precision in which they are stored. What it
-            returns is rounded to that precision before ``coefficients`` sees it.
-        advance_first: whether ``coefficients`` sees the scalars after ``advance`` (the default) or before.
+            ``s.step`` is the new step, and the other scalars have the precision in which they are stored. The results
+            are rounded to that precision before ``coefficients`` gets them.
+        advance_first: whether ``coefficients`` gets the scalars after ``advance`` (the default) or before it.
         check: checks hyperparameters against each other; raises ValueError.
-        sparse: what a sparse gradient means: ``"rows"`` updates only the rows that it touches, ``"dense"`` converts it
-            to a dense gradient, and any other text is the end of the error message "<name> ...".
-        dense: why a dense gradient raises, as the end of the message "<name> ..."; empty if it does not.
-        check_param: raises if a parameter is of a kind that the rule cannot update, whatever its gradient.
-        first_step_differs: whether the first step differs from a later step that finds the state at its initial
-            values. Only for rules without a ``step`` slot. State that is allocated early is then marked as not begun.
+        sparse: how to handle a sparse gradient: ``"rows"`` updates only the rows that it contains, ``"dense"`` converts
+            it to a dense gradient, and any other text raises the error "<name> <text>".
+        dense: if not empty, a dense gradient raises the error "<name> <text>" with this text.
+        check_param: raises if the rule cannot update a parameter of this kind.
+        first_step_differs: whether the first step differs from a later step with the same initial state. Only for
+            rules without a ``step`` slot. State that is allocated early is then marked, so that its first step is
+            recognised.
         compact: whether the state can be stored in bfloat16 or in 8 bits: it starts at zero and averages gradients or
             their squares.
-        matrix: for rules that need whole matrices; ``update`` then gets its result as ``g``, and takes those tensor
-            slots that it names.
-        surface: what the optimizer class takes from torch.optim.
+        matrix: for rules that need whole matrices. ``update`` then gets the result of the transform as ``g``, and takes
+            the tensor slots that it names.
+        surface: the parts of the optimizer class that follow torch.optim.
 
     Example:
         >>> import torch, offbeat
@@ -255,7 +261,7 @@ class Rule:
     structure: Callable[[Values], dict[str, bool]]
     coefficients: Callable[[Values, Values], dict[str, Any]]
     update: Callable[..., tuple[Any, ...]]
-    advance: Callable[[Values, Values], dict[str, Any]] = lambda h, s: {}
+    advance: Callable[[Values, Values], dict[str, Any]] = no_scalars
     advance_first: bool = True
     check: Callable[[Values], None] = lambda h: None
     sparse: Callable[[Values], str] = lambda h: "does not support sparse gradients"
@@ -273,11 +279,11 @@ class Rule:
         self.check(Values(**options))
 
     def __post_init__(self) -> None:
-        # Found out once: torch.compile cannot trace it.
+        # Computed once, because torch.compile cannot trace it.
         object.__setattr__(self, "_wanted", frozenset(inspect.signature(self.update).parameters))
 
     def apply(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Call :attr:`update` with ``tensors`` by name and with ``scalars``, which are coefficients and structure."""
+        """Call :attr:`update` with ``tensors`` by name and with ``scalars``: the coefficients and the structure."""
         wanted: frozenset[str] = self._wanted  # type: ignore[attr-defined]
         if "c" in wanted:
             return self.update(**tensors, c=Values(**scalars))

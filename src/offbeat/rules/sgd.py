@@ -5,8 +5,8 @@ r"""Stochastic gradient descent, with momentum, dampening and Nesterov's correct
     b_1 &= g_1, \qquad b_t = \mu b_{t-1} + (1-\tau) g_t \\
     \theta &\leftarrow \theta - \gamma \, (g + \mu b \text{ with Nesterov, else } b)
 
-The buffer starts as the first gradient, undampened. Momentum buffers of zeros (:meth:`init_state`) do not
-change that: the first step overwrites them.
+The buffer starts as the first gradient, without dampening, even if :meth:`init_state` has allocated it before: the
+first step overwrites it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ SGD = Rule(
         number("momentum", 0, "momentum factor"),
         anything("dampening", 0, "dampening for momentum"),
         weight_decay(0),
-        boolean("nesterov", "Nesterov momentum; needs a momentum and no dampening"),
+        boolean("nesterov", "Nesterov momentum; requires a momentum and zero dampening"),
     ),
     slots=slots,
     structure=structure,

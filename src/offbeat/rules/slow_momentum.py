@@ -1,11 +1,11 @@
-r"""SlowMo's slow momentum, an outer rule: it moves the anchor of replicas that train by themselves in between.
+r"""SlowMo's slow momentum, an outer rule: it updates the parameters from which all replicas continue.
 
 .. math::
     u &\leftarrow \beta u + \frac{1}{\gamma} g \\
     \theta &\leftarrow \theta - \alpha \gamma u
 
-where :math:`g = \theta - \bar x` is the pseudo-gradient and :math:`\gamma` the learning rate of the inner optimizer at
-that time, so that the slow momentum keeps its scale when the inner learning rate changes.
+where :math:`g = \theta - \bar x` is the pseudo-gradient and :math:`\gamma` the current learning rate of the inner
+optimizer. So the slow momentum keeps its scale when the inner learning rate changes.
 
 References: Wang et al., arXiv 1910.00643.
 """
@@ -19,7 +19,7 @@ from offbeat.rules.rule import Rule, Slot, Surface, Values
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
-    # At an inner learning rate of zero the replicas have not moved: the pseudo-gradient is zero, whatever divides it.
+    # With an inner learning rate of zero the replicas have not changed and the pseudo-gradient is zero.
     rate = h.inner_lr if h.inner_lr > 0 else 1.0
     return {"momentum": h.momentum, "inverse": 1 / rate, "rate": h.lr * h.inner_lr}
 

@@ -1,4 +1,4 @@
-r"""Adam for sparse gradients: only the rows that a gradient touches are updated, and so is their state.
+r"""Adam for sparse gradients: updates only the rows that the gradient contains, and only their state.
 
 .. math::
     m_i &\leftarrow \beta_1 m_i + (1-\beta_1) g_i, \qquad v_i \leftarrow \beta_2 v_i + (1-\beta_2) g_i^2
@@ -6,8 +6,8 @@ r"""Adam for sparse gradients: only the rows that a gradient touches are updated
     \theta_i &\leftarrow \theta_i - \gamma \, \frac{\sqrt{1-\beta_2^t}}{1-\beta_1^t} \cdot
         \frac{m_i}{\sqrt{v_i} + \epsilon}
 
-The step :math:`t` counts the updates of the parameter, not those of a row. ``nn.Embedding(sparse=True)`` has such
-gradients. Rows that a gradient names more than once are added up first.
+The step :math:`t` counts the updates of the parameter, not those of a row. ``nn.Embedding(sparse=True)`` produces such
+gradients. If a gradient contains a row more than once, its values are summed first.
 
 Reference: Kingma and Ba, arXiv 1412.6980.
 """

@@ -93,6 +93,7 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
         warnings.warn(
             "find_unused_parameters=True makes DistributedDataParallel ask all ranks at every step which parameters "
             "they used, also after warm-up: every step waits for the slow link, and a parameter that only other ranks "
-            "used has a gradient of zero here, so that weight decay and momentum move it",
+            "used has a gradient of zero here, so that weight decay and momentum move it. If every rank uses all "
+            "parameters, pass find_unused_parameters=False (ddp_find_unused_parameters=False in Transformers)",
             stacklevel=4,
         )

@@ -1,8 +1,8 @@
 """Turns a kernel's C source into a loaded library, once per machine.
 
 Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory). A library's name is
-made from the source, the processor and the compiler. Where there is no compiler, a library that any compiler made from
-the same source for the same processor is loaded: the options allow none of them to change a result.
+made from the source, the processor and the compiler. Without a compiler, a library from the same source for the same
+processor is loaded, whichever compiler made it: with these options all compilers give the same results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-#: Contraction is off so that an element's new value does not depend on where in a tensor it stands.
+#: Contraction is off, so that the new value of an element does not depend on its position in a tensor.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
 COMPILE_SECONDS = 120
 
@@ -34,7 +34,7 @@ class CompilerError(RuntimeError):
 
 
 def find_compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> tuple[str, ...] | None:
-    """The command that an environment variable holds (it may have arguments), else the first of ``names``."""
+    """The command in an environment variable (it may have arguments), else the first of ``names`` that exists."""
     return _find(os.environ.get(variable, ""), names)
 
 
@@ -45,7 +45,7 @@ def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def why_not_wanted() -> str | None:
-    """Why compiled kernels are not used at all, wherever they come from; None if they are."""
+    """The reason that compiled kernels are not used at all, not even from a cache; None if they are used."""
     if os.environ.get("OFFBEAT_NO_COMPILER"):
         return "OFFBEAT_NO_COMPILER is set"
     return "compiled kernels are not supported on Windows" if sys.platform == "win32" else None
@@ -63,11 +63,11 @@ def why_no_compiler() -> str | None:
 
 @functools.cache
 def version_of(compiler: tuple[str, ...]) -> str:
-    """What the compiler says of itself. Raises :class:`CompilerError`."""
+    """The output of ``--version``. Raises :class:`CompilerError`."""
     return _run([*compiler, "--version"]).stdout
 
 
-#: Lines of /proc/cpuinfo that say which instructions a processor has.
+#: Lines of /proc/cpuinfo that tell which instructions a processor has.
 _PROCESSOR = ("vendor_id", "cpu family", "model\t", "flags", "CPU implementer", "CPU part", "Features")
 
 
@@ -88,7 +88,7 @@ def digest(text: str) -> str:
 
 
 def cache_directory() -> Path:
-    """Where new kernels are kept: a directory of this user's own; a shared one could hold somebody else's code.
+    """The directory for new kernels. It must belong to this user: a shared one could contain somebody else's code.
 
     Raises :class:`CompilerError` if nothing can be written anywhere.
     """
@@ -136,7 +136,7 @@ def cached(pattern: str) -> list[Path]:
 
 
 def why_not_readable() -> str | None:
-    """Why this user cannot look into the directory that OFFBEAT_CACHE_DIR names; None if it is not there or not set."""
+    """The reason that the directory OFFBEAT_CACHE_DIR cannot be read; None if it can, or is missing or not set."""
     configured = os.environ.get("OFFBEAT_CACHE_DIR")
     if not configured:
         return None
@@ -150,7 +150,7 @@ def why_not_readable() -> str | None:
 
 
 def _names_in(directory: Path) -> list[str]:
-    # With the dot, the system also checks that files in the directory can be opened.
+    # With the dot, the system also checks whether files in the directory can be opened.
     return os.listdir(os.path.join(directory, "."))
 
 
@@ -164,7 +164,7 @@ def _configured_directory() -> Path | None:
 
 
 def _is_trusted(directory: Path) -> bool:
-    """Who can write to the directory can make this process run any code. Warns if that is not this user alone."""
+    """Warn and return False if others can write to the directory: they could make this process run any code."""
     try:
         found = directory.stat()
     except OSError:  # it has just been removed
@@ -183,7 +183,7 @@ def _is_trusted(directory: Path) -> bool:
 
 
 def warn_of_torch(reason: str) -> None:
-    """Say once in a process that steps are slower than they could be, and what to do about it."""
+    """Warn once per process that steps are slower than they could be, and how to change that."""
     if why_not_wanted() is None and not _warned:
         _warned.append(reason)
         if why_no_compiler() is not None and why_not_readable() is not None:
@@ -223,7 +223,7 @@ def load(source: str) -> ctypes.CDLL:
     reason = why_no_compiler()
     made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"
     for one in cached(f"{name}-{made_by}.so"):
-        with contextlib.suppress(OSError):  # damaged, or built for another system: build it anew
+        with contextlib.suppress(OSError):  # it is damaged, or built for another system: build it again
             return ctypes.CDLL(str(one))
     if reason is not None:
         raise CompilerError(why_not_readable() or reason)
@@ -246,8 +246,8 @@ def _build(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as work:
         code, obj, lib = (Path(work) / name for name in ("kernel.c", "kernel.o", "kernel.so"))
         code.write_text(source)
-        # First linked without an OpenMP library: the symbols are then those of the one torch has loaded, and
-        # both share one set of threads. Only where torch exports none does the kernel bring its own.
+        # First linked without an OpenMP library: the symbols then resolve to the library that torch has loaded, and
+        # both share one set of threads. If torch exports none, the kernel is linked with its own.
         link = ["-shared", *(["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [])]
         for command in (
             [*compiler, *OPTIONS, "-c", str(code), "-o", str(obj)],

@@ -1,7 +1,7 @@
 """A traced update as one C kernel that updates many tensors in one pass over memory.
 
-The kernel reads tables of addresses, so no tensor moves. Work is divided by elements, not by tensors: threads take
-chunks of all elements in order, whatever the sizes of the tensors.
+The kernel reads tables of addresses, so no tensor is copied. Work is divided by elements, not by tensors: threads take
+chunks of elements in order, regardless of the sizes of the tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from offbeat.rules.ops import OPERATIONS
 
 SUPPORTED = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 
-#: Below this many elements a second thread costs more than it gains.
+#: Below this number of elements a second thread costs more than it saves.
 ELEMENTS_A_THREAD = 1 << 15
-#: Elements a thread takes at once: few enough to share evenly, enough to stream.
+#: Elements that a thread takes at once: few enough for an even load, enough to stream.
 CHUNK = 1 << 16
 
 
@@ -30,8 +30,8 @@ class CpuKernel:
     """A compiled update for one combination of dtypes.
 
     Call it with tables: for each column (p, g, then the state) the addresses of the tensors, then their sizes, the
-    set of coefficients each tensor uses, all sets, and the number of elements. A tensor whose gradient has the address
-    0 is left alone.
+    index of the set of coefficients that each tensor uses, all sets, and the number of elements. A tensor whose
+    gradient has the address 0 is not updated.
     """
 
     def __init__(self, typed: TypedProgram) -> None:
@@ -48,7 +48,7 @@ class CpuKernel:
         coefficients: array[float],
         elements: int,
     ) -> None:
-        """Run it; see the class."""
+        """Run the kernel; see the class."""
         wanted = elements // ELEMENTS_A_THREAD
         threads = min(torch.get_num_threads(), wanted) if wanted > 1 else 1
         job = array("q", (len(numel), elements, CHUNK, 0))
@@ -85,7 +85,7 @@ def cpu_kernel(typed: TypedProgram) -> CpuKernel | str:
 
 @functools.lru_cache(maxsize=1024)
 def _compiled(typed: TypedProgram) -> CpuKernel | str:
-    # A failure is remembered, so that a compiler that cannot do it is asked once and not at every step.
+    # A failure is cached too, so that a compiler that fails is called once and not at every step.
     try:
         return CpuKernel(typed)
     except CompilerError as error:

@@ -1,4 +1,4 @@
-"""Kernels that Triton compiles from a traced update, one for each combination of dtypes, launched directly."""
+"""Kernels that Triton compiles from a traced update, one for each combination of dtypes, and their launch."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from offbeat.engine.cuda.source import (
 from offbeat.engine.cuda.table import BLOCK, DeviceTable
 from offbeat.engine.trace import TypedProgram
 
-#: Warps a block, which gives 8 elements a thread.
+#: Warps per block, which gives 8 elements per thread.
 WARPS = 4
-#: The most registers a thread may have where state is in 8 bits. The ends of tensors alone would need twice as many,
-#: and half as many threads would be left to hide the latency of memory.
+#: The largest number of registers per thread with 8-bit state. The code for the ends of tensors alone would use twice
+#: as many, and then only half as many threads could hide the latency of memory.
 REGISTERS = 48
 
 
@@ -63,7 +63,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 
 def compile_kernel(typed: TypedProgram, variant: Variant, device: torch.device) -> Any:
-    """The compiled update; a tensor whose gradient has the address 0 is left alone. Raises :class:`TritonError`."""
+    """The compiled update. A tensor whose gradient has the address 0 is not updated. Raises :class:`TritonError`."""
     scalars = [typed.compute] if variant.by_row else [1.5] * len(typed.program.coefficients)
     extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
     kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
@@ -86,7 +86,7 @@ def _why_not_compiled(typed: TypedProgram, variant: Variant, device: torch.devic
 
 
 def bind_kernel(typed: TypedProgram, variant: Variant, table: DeviceTable, words: Tensor) -> Callable[..., None]:
-    """The launch for a table with this content: call it with coefficients and then extras.
+    """The launch for a table with this content: call it with the coefficients, then the extras.
 
     Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
     that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
@@ -110,7 +110,7 @@ def compile_source(
 
     Args:
         contract: allow fused multiply-adds.
-        registers: the most registers a thread may have.
+        registers: the largest number of registers per thread.
     """
     if is_interpreting() or torch.version.hip is not None:
         source = source.replace(QUOTIENT, PLAIN_QUOTIENT)
@@ -127,13 +127,13 @@ def compile_source(
 
 
 def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, ...], block: int) -> Callable[..., None]:
-    """A function that launches the kernel with its first arguments fixed; call it with the others."""
+    """A function that launches the kernel: its first arguments are fixed, call it with the others."""
     if is_interpreting():
         return lambda *more: compiled[(programs,)](*fixed, *more, block)
     index = device.index
     with torch.cuda.device(index):
         launch = _launcher(compiled, programs)
-    # Addresses as numbers, because Triton would ask the driver about every tensor.
+    # Addresses are passed as numbers, because Triton would query the driver for every tensor.
     first = tuple(_address(a) for a in fixed)
     stream_of = _torch.raw_stream
 
@@ -149,9 +149,9 @@ def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, .
 
 
 def _launcher(compiled: Any, programs: int) -> Callable[..., None]:
-    """A function that launches on a stream. While no profiler listens, the code that tells it is left out.
+    """A function that launches on a stream. It skips the code for profilers while no profiler is active.
 
-    That is done only if the form of such a launch is known, which is found out here: before any launch.
+    It does so only if the form of such a launch is known. That is checked here, before any launch.
     """
     runner = compiled[(programs, 1, 1)]
     known = _torch.triton_launch(compiled)

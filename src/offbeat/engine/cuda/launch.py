@@ -1,7 +1,7 @@
-"""Updates of tensors on a GPU: one launch with coefficients from the host, or two if they are computed there.
+"""Updates of tensors on a GPU: one launch with coefficients from the host, or two if the GPU computes them.
 
-If the step counters or the learning rate are on the device, the host never waits for a number: coefficients are
-computed on the device, one row for each parameter, in double precision as on the host. Such a step can be captured.
+If the step counters or the learning rate are on the device, coefficients are computed there, one row for each parameter
+and in double precision as on the host. The host never waits for a number, and such a step can be captured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Launches:
         self._bound: dict[Any, Callable[..., None]] = {}
 
     def needs_rows(self, sets: CoefficientSets) -> bool:
-        """Whether these coefficients are too many, or too wide, for arguments of a kernel."""
+        """Whether these coefficients cannot be arguments of a kernel: there are several sets, or they need float64."""
         return len(sets.sets) > 1 or self._typed.compute != torch.float32
 
     def with_sets(self, addresses: Sequence[array[int]], sets: CoefficientSets, extras: Extras) -> None:
@@ -75,7 +75,7 @@ class Launches:
     def bound(
         self, key: Any, bind: Callable[[Tensor], Callable[..., None]], words: Tensor | None = None
     ) -> Callable[..., None]:
-        """A launch that reads these words of a captured graph, or the table's, and is kept then."""
+        """A launch that reads these words of a captured graph; or a cached one that reads the table's words."""
         if words is not None:
             return bind(words)
         if key not in self._bound:
@@ -109,7 +109,7 @@ class DeviceBatch(Batch):
         places = [array("q", [t.data_ptr() for t in column]) for column in columns]
         self.launches = Launches(self._typed, [p.numel() for p in self.shards], self._device, places, tail)
         for guarded in (False, True) if self.numbers is not None else ():
-            self._bind_numbers(guarded, None)  # if that fails, it does so before anything changes
+            self._bind_numbers(guarded, None)  # so that a failure comes before anything changes
 
     def _make_numbers(self, options: Options) -> DeviceNumbers:
         names = self._typed.program.coefficients
@@ -123,7 +123,7 @@ class DeviceBatch(Batch):
         return self._first is not None and self._first[0] and "step" not in options.scalar_keys
 
     def prepare(self, options: Options) -> bool:
-        """Work out the numbers, or check that the device can. False if the batch does not fit."""
+        """Compute the coefficients, or check that the device can. False if the batch does not fit."""
         if self.numbers is None:
             return super().prepare(options)
         self._capturing = bool(options.h.capturable) and is_capturing()
@@ -131,10 +131,10 @@ class DeviceBatch(Batch):
         return ready and self.numbers.fits(options.h, self._is_first(options))
 
     def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can do this in the same pass."""
+        """Whether :meth:`run` can apply these extras in the same pass."""
         if extras.changes_gradients and not self._own_gradients:
             return False
-        # Counters on the host must know beforehand whether they count.
+        # With counters on the host, the host must know whether the step is skipped.
         if extras.found_inf is not None and self.scalars and not self.on_device:
             return False
         variant = extras.variant(by_row=self.on_device or self.launches.needs_rows(self.sets))
@@ -147,14 +147,14 @@ class DeviceBatch(Batch):
         else:
             self._begin_late(options, active)
             self.launches.with_sets(self.book.tables, self.sets, extras)
-            # The device does not wait for any of this, so it comes after the launch.
+            # The device does not need this, so it comes after the launch.
             self.sets.store(options.scalar_keys, self.scalars, active)
             self._prepare_next(options)
         self.book.bump(active)
         increment_version([t for column in self.scales for t in column])
 
     def _prepare_next(self, options: Options) -> None:
-        """Work out the next step's coefficients while the device is busy, unless options change at every step."""
+        """Compute the coefficients of the next step while the device is busy, unless options change at every step."""
         if self._last is options and self._first is None:
             with suppress(ArithmeticError, ValueError, RuntimeError):  # this step is done; the next one raises
                 super().prepare(options)
@@ -164,7 +164,7 @@ class DeviceBatch(Batch):
         """With coefficients computed on the device; the new scalars are stored there."""
         h, words, table = options.h, None, self.launches.table
         if self._capturing:
-            # Replays must not see what later steps send. A graph needs its tables for as long as it needs the state.
+            # Replays must not see what later steps send. A graph needs its tables as long as it needs the state.
             words = table.freeze(self.book.tables, self._every_row, numbers.tail(h))
             if self not in state.kept:
                 state.kept.append(self)

@@ -22,15 +22,15 @@ BLOCK = 128
 
 
 class NotTraceable(Exception):
-    """The functions do something with numbers that cannot be traced, such as branching on them."""
+    """The rule's functions cannot be traced, for example because they branch on a number."""
 
 
 class DeviceNumbers:
     """Computes the coefficients of many parameters on their device, and stores the new scalars there.
 
-    All hyperparameters are inputs of the kernel if the rule's functions can be traced so. If they branch on one, all
-    but the learning rate and tensors are fixed, and a change of them needs another kernel. Raises :class:`NotTraceable`
-    if the functions cannot be traced at all.
+    If the rule's functions can be traced that way, all hyperparameters are inputs of the kernel. If they branch on one,
+    only the learning rate and tensors are inputs, and a change of the others needs another kernel. Raises
+    :class:`NotTraceable` if the functions cannot be traced at all.
 
     Args:
         dtypes: the dtypes of the stored scalars, by key.
@@ -85,7 +85,7 @@ class DeviceNumbers:
         return _trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
 
     def fits(self, h: Values, first: bool) -> bool:
-        """Whether this is right for these hyperparameters."""
+        """Whether the kernel fits these hyperparameters."""
         if first != self._first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
             return False
         if any(isinstance(now := _get(h, name), Tensor) or now != value for name, value in self._fixed.items()):
@@ -150,7 +150,7 @@ class DeviceNumbers:
 
 
 def _every_hyper(rule: Rule, h: Values) -> dict[str, Any]:
-    """All hyperparameters, those in tuples by name and position (``betas.0``)."""
+    """All hyperparameters. Those in tuples are named by their position (``betas.0``)."""
     found: dict[str, Any] = {}
     for hyper in rule.hyper:
         value = getattr(h, hyper.name)
@@ -184,7 +184,7 @@ class _Number(Value):
     """A symbolic number, which can also be raised to a power.
 
     Attributes:
-        is_narrow: whether it stands for a float32 tensor, with which arithmetic is in float32.
+        is_narrow: whether it represents a float32 tensor, so that arithmetic with it is in float32.
     """
 
     __slots__ = ("is_narrow",)

@@ -1,11 +1,11 @@
 """A traced update as the source of one Triton kernel over many tensors.
 
-The kernel reads a table of addresses, so no tensor moves. A block of elements is named by one number in a second
-table: which tensor, and how many blocks into it. Full blocks of aligned tensors are moved sixteen bytes at a time;
-the ends of tensors, and those that lie at odd addresses, are moved element by element in the same launch.
+The kernel reads a table of addresses, so no tensor is copied. A second table has one number for each block of elements:
+the tensor, and the position of the block in it. Full blocks of aligned tensors are read and written sixteen bytes at a
+time; the ends of tensors, and tensors at unaligned addresses, element by element in the same launch.
 
-Every operation rounds once, as IEEE has it (no contraction into fused multiply-adds, no approximate division or root),
-unless everything it makes is stored in half precision or less; there a few last bits of a float32 are not seen.
+Every operation rounds once, as IEEE 754 requires (no contraction into fused multiply-adds, no approximate division or
+root). Kernels that store nothing wider than half precision are less strict: the last bits of a float32 do not matter.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _STORED = SUPPORTED | {dtype: f"tl.{str(dtype).removeprefix('torch.')}" for dtyp
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel does beside the update.
+    """What a kernel does besides the update.
 
     Attributes:
-        by_row: coefficients lie on the device, one row for each set; else there is one set, handed over at the launch.
-        scaled: gradients are divided by a number on the device, and stored so.
-        guarded: nothing happens if a number on the device is not zero.
+        by_row: coefficients are on the device, one row for each set; else there is one set, passed at the launch.
+        scaled: gradients are divided by a number on the device, and the result is stored.
+        guarded: the step is skipped if a number on the device is not zero.
         clipped: gradients are multiplied by a number on the device.
         zeroed: gradients are zero afterwards.
     """
@@ -59,12 +59,12 @@ class Variant:
 
     @property
     def extras(self) -> list[str]:
-        """The names of further pointers the kernel takes, in order."""
+        """The names of further pointers that the kernel takes, in order."""
         names = {"scale": self.scaled, "found_inf": self.guarded, "clip": self.clipped}
         return [name for name, wanted in names.items() if wanted]
 
 
-#: How a float32 becomes a bfloat16; and the same in whole numbers, for the interpreter, which cuts off.
+#: How to round a float32 to bfloat16; and the same with integers, for the interpreter, which truncates.
 NEAREST = "    return x.to(tl.bfloat16)"
 NEAREST_BY_BITS = """\
     bits = x.to(tl.uint32, bitcast=True)
@@ -72,7 +72,7 @@ NEAREST_BY_BITS = """\
     bits = (bits + odd + tl.full([1], 0x7FFF, tl.uint32)) & tl.full([1], 0xFFFF0000, tl.uint32)
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x).to(tl.bfloat16)"""
 
-#: A quotient that is right but for a few last bits; and for the interpreter, and for cards that are not NVIDIA's.
+#: A quotient that may be wrong in the last bits; and one for the interpreter and for GPUs that are not NVIDIA's.
 QUOTIENT = """\
     a, b = tl.broadcast(a, b)
     return tl.inline_asm_elementwise(
@@ -80,7 +80,7 @@ QUOTIENT = """\
     )"""
 PLAIN_QUOTIENT = "    return a / b"
 
-#: Compact forms in registers; what they mean is in :mod:`offbeat.engine.codec`.
+#: Compact forms in registers; :mod:`offbeat.engine.codec` defines them.
 _COMPACT = f"""
 @triton.jit
 def random(index, step):
@@ -160,7 +160,7 @@ def triton_source(typed: TypedProgram, variant: Variant) -> str:
 
 
 def is_rough(typed: TypedProgram) -> bool:
-    """Whether what is stored is so short that quotients and roots need not be right to the last bit of a float32."""
+    """Whether results are stored in so few bits that the last bits of quotients and roots do not matter."""
     written = [typed.dtypes[0], *typed.dtypes[2:]]
     return bool(scaled_columns(typed.formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
 
@@ -179,7 +179,7 @@ def update_source(typed: TypedProgram, rough: bool) -> list[str]:
         names = []
         for position, a in enumerate(one.args):
             if isinstance(a, Constant):
-                # As a tensor of its own, or it would be rounded to float32 first.
+                # As a tensor, because a literal would be rounded to float32 first.
                 lines.append(f"    k{number}_{position} = tl.full([1], {a.value!r}, {SUPPORTED[compute]})")
                 names.append(f"k{number}_{position}")
             else:
@@ -193,7 +193,7 @@ def update_source(typed: TypedProgram, rough: bool) -> list[str]:
 
 
 def _expression(op: str, operands: Sequence[str], compute: torch.dtype, rough: bool = False) -> str:
-    """An operation as Triton writes it in this precision."""
+    """An operation as a Triton expression in this precision."""
     operation = OPERATIONS[op]
     template = operation.triton if compute == torch.float32 else operation.triton_wide or operation.triton
     if rough and operation.triton_rough is not None:
@@ -297,7 +297,7 @@ def _pass(typed: TypedProgram, variant: Variant, *, whole: bool) -> list[str]:
             if not whole:
                 lines.append(f"n{i} = tl.where(mask, n{i}, 0.0)")
             lines.append(f"s{i} = largest(n{i}, BLOCK)")
-            # By one thread of each group, from where it lies: as a vector it would go through shared memory.
+            # Stored by one thread of each group: storing it as a vector would need shared memory.
             first = f"(inside % {GROUP} == 0){'' if whole else ' & mask'}"
             lines.append(f"tl.store(z{i} + inside // {GROUP}, spread(s{i}, BLOCK), {first})")
             stored = f"encode_{form[i]}(n{i}, s{i}, BLOCK)"

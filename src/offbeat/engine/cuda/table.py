@@ -13,12 +13,12 @@ from offbeat.engine.cuda.capture import free_later
 
 #: Elements in one block of work.
 BLOCK = 1024
-#: How many graphs can be captured without a step outside them in between.
+#: How many graphs can be captured in a row, without a step outside of them.
 SPARES = 4
 
 
 class DeviceTable:
-    """Addresses of columns of tensors, their sizes and their sets of coefficients; only changes are sent.
+    """Addresses of columns of tensors, their sizes and the sets of coefficients they use. Only changes are sent.
 
     Args:
         columns: how many columns of addresses there are.
@@ -28,7 +28,7 @@ class DeviceTable:
 
     Attributes:
         words: the columns of addresses, then sizes, sets in use, further columns and the tail.
-        blocks: for every block of work its tensor and its position there, ``tensor << 32 | block``.
+        blocks: for every block of work, its tensor and its position in it: ``tensor << 32 | block``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DeviceTable:
     def send(
         self, addresses: Sequence[array[int]], rows: array[int] | None = None, tail: array[float] | None = None
     ) -> None:
-        """Bring the table up to date: the addresses of each column, sets in use and tail (None: unchanged)."""
+        """Update the table: the addresses of each column, the sets in use and the tail (None: unchanged)."""
         for column, words in enumerate(addresses):
             if words != self._sent[column]:
                 self._send(column, words)
