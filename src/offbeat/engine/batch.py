@@ -227,14 +227,20 @@ class NativeBatch(ListBatch):
     """One call of torch's own fused operator, which reads the counters itself: the host does not wait for them."""
 
     _reads_memory = True
+    _checked: Options | None = None
 
     def prepare(self, options: Options) -> bool:
-        """Check that the numbers can be worked out."""
-        options.sample_coefficients()
+        """Check that the coefficients can be computed, once for each set of options."""
+        if options is not self._checked:
+            options.sample_coefficients()
+            self._checked = options
         return True
 
-    @torch.no_grad()
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+        with torch.no_grad():
+            self._call(options, active)
+
+    def _call(self, options: Options, active: Sequence[int] | None) -> None:
         for column in self.scalars:  # the operator expects counters that include this step
             column.count(active)
         p, g, *columns = self._lists(active)
