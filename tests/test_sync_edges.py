@@ -188,7 +188,7 @@ def the_inner_optimizer_by_itself(rank, world):
 def the_module_inside_ddp(rank, world):
     model = make()
     ddp = DistributedDataParallel(model)
-    with pytest.raises(ValueError, match=r"pass the DistributedDataParallel module to LocalSGD"):
+    with pytest.raises(ValueError, match=r"pass the DistributedDataParallel module: "):
         offbeat.LocalSGD(sgd(model.parameters()), ddp.module)
 
 

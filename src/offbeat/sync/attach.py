@@ -34,18 +34,22 @@ class _Attachment:
         comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None computes the mean.
     """
 
-    conflict = (
-        "LocalSGD averages the gradients of this DistributedDataParallel module; to use a communication hook, give it "
-        "the communication hook as LocalSGD(..., comm_hook=)"
-    )
-
     def __init__(self, optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> None:
+        self.name = type(optimizer).__name__
         self._optimizer = weakref.ref(optimizer)
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self._comm_hook = comm_hook or mean_of_bucket
         self._broadcasts = ddp.broadcast_buffers
         self._hook = ddp.register_forward_pre_hook(self.before_forward)
+
+    @property
+    def conflict(self) -> str:
+        """Why nobody else may have the module's communication hook."""
+        return (
+            f"{self.name} averages the gradients of this DistributedDataParallel module; to use a communication hook, "
+            f"give it the communication hook as {self.name}(..., comm_hook=)"
+        )
 
     def reduce(self, bucket: Any) -> Future[Any]:
         optimizer = self._optimizer()
@@ -72,17 +76,19 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
     Args:
         comm_hook: reduces a bucket, called as ``comm_hook(group, bucket)``; None computes the mean.
     """
-    hook = CommHook.find(ddp, instead="pass it as LocalSGD(..., comm_hook=) if its state is a process group")
+    name = type(optimizer).__name__
+    hook = CommHook.find(ddp, instead=f"pass it as {name}(..., comm_hook=) if its state is a process group")
     if hook is not None and isinstance(hook.reducer, _Attachment):
         gc.collect()  # one that was deleted may still be there: a scheduler makes a cycle of it
     if hook is not None and isinstance(hook.reducer, _Attachment):
         raise ValueError(
-            "another LocalSGD averages the gradients of this DistributedDataParallel module, and it can have only one; "
-            "wrap the parts that different optimizers train in modules of their own, or delete the other one first"
+            f"another {hook.reducer.name} averages the gradients of this DistributedDataParallel module, and it can "
+            "have only one; wrap the parts that different optimizers train in modules of their own, or delete the other "
+            "one first"
         )
     if hook is not None and hook.reducer is not None:
         raise ValueError(
-            f"{hook.reducer.conflict}; do not pass it to overlap(), pass it as LocalSGD(..., comm_hook=) if its state "
+            f"{hook.reducer.conflict}; do not pass it to overlap(), pass it as {name}(..., comm_hook=) if its state "
             "is a process group"
         )
     hook = CommHook.register(ddp)

@@ -56,12 +56,12 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
     return found
 
 
-def check_module(opt: Any, module: Any) -> None:
-    """Raise if LocalSGD cannot wrap this optimizer or this module."""
+def check_module(opt: Any, module: Any, wrapper: str) -> None:
+    """Raise if a wrapper of this name, such as LocalSGD, cannot wrap this optimizer or this module."""
     if not isinstance(module, torch.nn.Module):
         order = "; the optimizer comes first, then the module" if isinstance(module, Optimizer) else ""
         raise TypeError(f"module must be a torch.nn.Module, but got {type(module).__name__}{order}")
-    refuse_wrapped(opt, "LocalSGD")
+    refuse_wrapped(opt, wrapper)
     if not isinstance(opt, Optimizer):
         raise TypeError(f"opt must be a torch.optim.Optimizer, but got {type(opt).__name__}")
     if isinstance(opt, OptimizerWrapper):
@@ -129,11 +129,11 @@ def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor
         if id(p) not in theirs:
             raise ValueError(
                 f"{name} of the optimizer is not in the DistributedDataParallel module, so that its gradient would not "
-                "be averaged; pass LocalSGD the module that the optimizer trains"
+                "be averaged; pass the module that the optimizer trains"
             )
 
 
-def check_not_wrapped_since(params: Mapping[str, Tensor], *, sharded: bool) -> None:
+def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, sharded: bool) -> None:
     """Raise if parameters of a plain module have been given to DDP or FSDP2, which all ranks do together.
 
     Frameworks wrap the module after the optimizer is made. What they wrap it in averages gradients over all ranks at
@@ -144,8 +144,8 @@ def check_not_wrapped_since(params: Mapping[str, Tensor], *, sharded: bool) -> N
         found = "DistributedDataParallel"
     if found is not None:
         raise RuntimeError(
-            f"the module was wrapped in {found} after LocalSGD was made, so that gradients are averaged over all ranks "
-            "at every step and replicas never train by themselves. Wrap the module first, then make the optimizer, "
-            "then LocalSGD(optimizer, module) with the wrapped module"
+            f"the module was wrapped in {found} after {wrapper} was made, so that gradients are averaged over all "
+            "ranks at every step and replicas never train by themselves. Wrap the module first, then make the optimizer, "
+            f"then {wrapper}(optimizer, module) with the wrapped module"
             + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
         )

@@ -129,7 +129,7 @@ class Replica(OptimizerWrapper, Joinable):
         undo: Undo = "auto",
     ) -> None:
         _torch.require("sync")
-        check_module(opt, module)
+        check_module(opt, module, type(self).__name__)
         levels = check_levels(levels, state)
         check_state(state, max(level.delay for level in levels), opt)
         check_buffers(buffers)
@@ -510,7 +510,7 @@ class Replica(OptimizerWrapper, Joinable):
         if not self._looked_at_module:
             self._looked_at_module = True
             if self._ddp is None and self._everyone.size > 1 and isinstance(self._everyone, GroupPeers):
-                check_not_wrapped_since(self._contents.params(), sharded=self._sharded)
+                check_not_wrapped_since(self._contents.params(), type(self).__name__, sharded=self._sharded)
         if not self._begun:
             self._begun = True
             others = self._gradient_mean is not None
@@ -598,7 +598,7 @@ class Replica(OptimizerWrapper, Joinable):
         if is_inside_ddp(list(self._contents.params().values())):
             raise ValueError(
                 "parameters of this module belong to a DistributedDataParallel module, which would still average their "
-                "gradients over all ranks at every step; pass the DistributedDataParallel module to LocalSGD: "
+                "gradients over all ranks at every step; pass the DistributedDataParallel module: "
                 f"{frameworks.DDP_IN_FRAMEWORKS}"
             )
         if handle is None:
@@ -679,9 +679,10 @@ class _Guard:
         wrapper = self._wrapper()
         if wrapper is None or wrapper._gradient_mean is None:
             return None
+        name = type(wrapper).__name__
         return (
-            "LocalSGD averages this optimizer's gradients in step(), after overlap() would have used them; call "
-            "overlap() first, then LocalSGD(..., warmup=0, subgroup=None), or wrap the module in "
+            f"{name} averages this optimizer's gradients in step(), after overlap() would have used them; call "
+            f"overlap() first, then {name}(..., warmup=0, subgroup=None), or wrap the module in "
             "DistributedDataParallel"
         )
 
@@ -691,7 +692,8 @@ class _Guard:
             return
         handle = overlap_of(optimizer)
         if handle is None or not handle.is_stepping:
+            name = type(wrapper).__name__
             raise RuntimeError(
-                f"step() was called on the {type(optimizer).__name__} inside LocalSGD, so that replicas would never be "
-                "averaged; call step() on LocalSGD (and pass LocalSGD to the scaler), or delete LocalSGD first"
+                f"step() was called on the {type(optimizer).__name__} inside {name}, so that replicas would never "
+                f"agree; call step() on {name} (and pass {name} to the scaler), or delete {name} first"
             )
