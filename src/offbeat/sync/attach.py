@@ -83,8 +83,8 @@ def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> No
     if hook is not None and isinstance(hook.reducer, _Attachment):
         raise ValueError(
             f"another {hook.reducer.name} averages the gradients of this DistributedDataParallel module, and it can "
-            "have only one; wrap the parts that different optimizers train in modules of their own, or delete the other "
-            "one first"
+            "have only one; wrap the parts that different optimizers train in modules of their own, or delete the "
+            "other one first"
         )
     if hook is not None and hook.reducer is not None:
         raise ValueError(

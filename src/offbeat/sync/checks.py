@@ -145,7 +145,7 @@ def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, shard
     if found is not None:
         raise RuntimeError(
             f"the module was wrapped in {found} after {wrapper} was made, so that gradients are averaged over all "
-            "ranks at every step and replicas never train by themselves. Wrap the module first, then make the optimizer, "
-            f"then {wrapper}(optimizer, module) with the wrapped module"
+            "ranks at every step and replicas never train by themselves. Wrap the module first, then make the "
+            f"optimizer, then {wrapper}(optimizer, module) with the wrapped module"
             + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
         )
