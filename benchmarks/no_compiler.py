@@ -26,7 +26,15 @@ import offbeat
 from benchmarks.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-SETS = {"20 x Linear(256)": (20, 256), "200 x Linear(16)": (200, 16), "4 x Linear(1024)": (4, 1024)}
+#: The number of layers, their width and the dtype.
+SETS = {
+    "20 x Linear(256)": (20, 256, torch.float32),
+    "200 x Linear(16)": (200, 16, torch.float32),
+    "4 x Linear(1024)": (4, 1024, torch.float32),
+    "1 x Linear(4)": (1, 4, torch.float32),
+    "200 x Linear(16), bfloat16": (200, 16, torch.bfloat16),
+    "4 x Linear(1024), bfloat16": (4, 1024, torch.bfloat16),
+}
 OPTIONS = {"SGD": {"lr": 0.1, "momentum": 0.9}}
 RULES = ["AdamW", "SGD", "Adagrad", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 FUSED = ("AdamW", "SGD", "Adagrad")
@@ -47,16 +55,17 @@ def arms(rule: str, *, cached: bool) -> dict[str, Any]:
     return found
 
 
-def measure(rule: str, size: tuple[int, int], repeat: int, *, cached: bool) -> dict[str, Any]:
+def measure(rule: str, size: tuple[int, int, torch.dtype], repeat: int, *, cached: bool) -> dict[str, Any]:
     """Milliseconds of processor time for each arm, and the tier that ran ours."""
     optimizers = {}
     for name, make in arms(rule, cached=cached).items():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(*(torch.nn.Linear(size[1], size[1]) for _ in range(size[0])))
+        model = torch.nn.Sequential(*(torch.nn.Linear(size[1], size[1]) for _ in range(size[0]))).to(size[2])
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         optimizers[name] = make(list(model.parameters()))
     times: dict[str, list[float]] = {name: [] for name in optimizers}
+    repeat *= 20 if size[1] < 8 else 1  # the shortest steps are measured more often
     for number in range(3 + repeat):
         for name, optimizer in optimizers.items():
             start = time.process_time()
@@ -87,10 +96,10 @@ def report(machine: dict[str, str], results: dict[str, Any]) -> str:
         for rule, found in results[size].items():
             base = found["torch default"]
             cells = [
-                f"{found[arm]:.2f} ({found[arm] / base:.2f})" if arm in found else "none"
+                f"{found[arm]:.3g} ({found[arm] / base:.2f})" if arm in found else "none"
                 for arm in ("torch fused", "offbeat", "offbeat, filled cache")
             ]
-            lines.append(f"| {rule} | {base:.2f} | {cells[0]} | {cells[1]} | {found['tier']} | {cells[2]} |")
+            lines.append(f"| {rule} | {base:.3g} | {cells[0]} | {cells[1]} | {found['tier']} | {cells[2]} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -109,7 +118,7 @@ def main() -> None:
         if given.cached:
             from offbeat.engine.reader import wait_for_reader
 
-            measure("SGD", (1, 4), 1, cached=True)
+            measure("SGD", (1, 4, torch.float32), 1, cached=True)
             wait_for_reader(600)
         found = {
             name: {rule: measure(rule, size, given.repeat, cached=given.cached) for rule in given.rules}
