@@ -81,6 +81,8 @@ def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
     offbeat.DiLoCo(inner, model, undo="tape")  # wrong
     offbeat.DiLoCo(inner, model, fragments="strided")  # wrong
     offbeat.DiLoCo(inner, model, level={"nonfinite": "ignore"})  # wrong
+    offbeat.DiLoCo(inner, model, nonfinite="ignore")  # wrong
+    offbeat.SlowMo(inner, model, deadline="soon")  # wrong
     offbeat.Level(4)  # wrong
     offbeat.Level(every=4, codec="int5")  # wrong
     offbeat.Level(every=4, anchor="gpu")  # wrong

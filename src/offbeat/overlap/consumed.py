@@ -139,6 +139,16 @@ class ConsumedShard(ConsumedGradient):
     def __class__(self) -> Any:
         return type(self._param())
 
+    @property
+    def device_mesh(self) -> Any:
+        """The parameter's."""
+        return getattr(self._param(), "device_mesh", None)
+
+    @property
+    def placements(self) -> Any:
+        """The parameter's."""
+        return getattr(self._param(), "placements", None)
+
 
 def _shard(gradient: ConsumedShard) -> Tensor:
     param = gradient._param()
