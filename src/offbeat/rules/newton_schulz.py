@@ -19,7 +19,7 @@ from torch import Tensor
 __all__ = ["newton_schulz"]
 
 #: From this size on, symmetric products are computed by halves on the CPU, in so many rows of blocks.
-SYMMETRIC_FROM, BLOCKS = 512, 4
+SYMMETRIC_FROM, BLOCKS = 640, 4
 
 #: With so many multiplications a product, those of 16-bit numbers are computed in float32 on the CPU, and rounded.
 #: torch's own are faster for a matrix below, where it does not call oneDNN, and above, where arithmetic takes longest.
