@@ -262,6 +262,36 @@ def disagree(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def disagree_quietly(rank: int, world: int) -> dict[str, Any]:
+    """Differences that look alike: other matrices of one shape, in one group and in three; rates that repeat."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    found: dict[str, Any] = {}
+    for name, rule in (("Adafactor", offbeat.Adafactor), ("Muon", offbeat.Muon)):
+        for groups in ([[0, 1, 2]], [[0], [1], [2]]):
+            params = [distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]) for _ in range(3)]
+            optimizer = rule([{"params": [params[i] for i in some], "lr": 0.1} for some in groups])
+            params[rank].grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+            found[f"{name}, {len(groups)} groups"] = raised(optimizer.step)
+        for i, p in enumerate(params):
+            p.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+            optimizer.param_groups[i]["lr"] = (0.1, 0.2, 0.1 + 0.1 * rank)[i]
+        found[f"{name}, rates"] = raised(optimizer.step)
+        found[f"{name}, unchanged"] = all(torch.equal(p.full_tensor(), torch.ones(4, 4)) for p in params)
+    return found
+
+
+def test_ranks_that_disagree_quietly_raise_together():
+    for found in run_ranks(disagree_quietly, 2):
+        for name in ("Adafactor", "Muon"):
+            assert "gradients for different matrices" in found[f"{name}, 1 groups"]
+            assert "gradients for different matrices" in found[f"{name}, 3 groups"]
+            assert "option 'lr'" in found[f"{name}, rates"]
+            assert found[f"{name}, unchanged"]
+
+
 def test_ranks_that_disagree_raise_together():
     for found in run_ranks(disagree, 2):
         for i in range(3):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -553,3 +556,31 @@ def test_a_new_matrix_rule_costs_one_file():
     for p, q in zip(params, exact, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-7)
     assert optimizer.state[params[-1]]["left"].shape == (2, 3, 3)
+
+
+def test_muon_without_the_compiled_reader(tmp_path):
+    """Addresses are read in Python until it is compiled: chunks must not run on tables that nobody has filled."""
+    script = """
+import torch, offbeat
+torch.manual_seed(0)
+p, q = (torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2))
+optimizer = offbeat.Muon([p, q], lr=0.1)
+for step in range(4):
+    p.grad, q.grad = torch.randn(6, 4), torch.randn(6, 4)
+    optimizer.step()
+print(p.sum().item(), q.sum().item())
+"""
+
+    def run(**environment):
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    expected = run()
+    assert run(OFFBEAT_READER="python") == expected
+    assert run(OFFBEAT_CACHE_DIR=str(tmp_path)) == expected

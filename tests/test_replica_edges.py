@@ -885,3 +885,54 @@ def test_a_step_that_a_checkpoint_makes_is_not_counted():
     for (found, *counts), (expected, *others) in zip(run(True), run(False), strict=True):
         assert counts == others == [6, 2]
         assert torch.equal(found, expected)
+
+
+def test_infinity_on_one_rank_is_no_mask():
+    def run(rank, peers):
+        model = Masked()
+        if rank == 1:
+            model.running[1] = float("inf")
+        replica = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        with pytest.raises(offbeat.NotFinite, match="on rank 1: buffer 'running'"):
+            replica.sync()
+
+    replicas(2, run)
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}])
+def test_buffers_of_one_replica_alone_are_its_own(options):
+    def run(rank, peers):
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        inner = torch.optim.SGD(model.parameters(), lr=0.01)
+        replica = offbeat.DiLoCo(inner, model, every=2, delay=1, group=peers, subgroup=None, **options)
+        for step in range(9):
+            if step == 4:  # a round is in flight
+                saved = replica.state_dict()
+                replica.load_state_dict(saved)
+            model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            replica.step()
+            replica.zero_grad()
+            assert model[1].num_batches_tracked == step + 1
+        replica.finish()
+        assert model[1].num_batches_tracked == 9
+
+    replicas(1, run)
+
+
+def test_frozen_parameters_of_special_kinds_are_left_alone():
+    def run(rank, peers):
+        model = build()
+        model.quantized = nn.Parameter(torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), False)
+        model.sparse = nn.Parameter(torch.eye(3).to_sparse(), False)
+        model.meta = nn.Parameter(torch.empty(3, device="meta"), False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        for wrap in (offbeat.LocalSGD, offbeat.DiLoCo):
+            inner = torch.optim.SGD(trained, lr=0.01)
+            replica = wrap(inner, model, every=2, warmup=1, group=peers, subgroup=None, sync_init=True)
+            train(model, replica, range(3), rank)
+            replica.finish()
+            del replica
+        return flat(nn.ParameterList(trained))
+
+    one, two = replicas(2, run)
+    assert torch.equal(one, two)

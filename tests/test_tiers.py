@@ -286,3 +286,17 @@ def forgets(p, g, *, a):
 def test_rules_that_break_the_rules_are_told(update: Any, message: str):
     with pytest.raises(TypeError, match=message):
         trace(rule_of(update), (), ("a",), ())
+
+
+@pytest.mark.parametrize("tier", [{"foreach": True}, {"foreach": False}, {}])
+def test_nan_in_the_state_stays(tier):
+    """Also where a new value does not depend on the old one but for that."""
+    p, q = (torch.ones(3, requires_grad=True) for _ in range(2))
+    ours = offbeat.Adam([p], betas=(0.0, 0.99), **tier)
+    theirs = torch.optim.Adam([q], betas=(0.0, 0.99))
+    for gradient in ([1.0, float("inf"), float("nan")], [1.0, 1.0, 1.0]):
+        p.grad, q.grad = torch.tensor(gradient), torch.tensor(gradient)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(ours.state[p]["exp_avg"], theirs.state[q]["exp_avg"], equal_nan=True)
+    assert ours.state[p]["exp_avg"].isnan().any()

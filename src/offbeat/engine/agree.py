@@ -134,15 +134,15 @@ def _compare(numbers: Sequence[int], group: Any, device: torch.device) -> list[b
     return [high == -low for high, low in zip(*pair.tolist(), strict=True)]
 
 
-def check_shared_work(work: Sequence[tuple[Options, Sequence[Any]]], group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group have the same jobs with the same options.
+def check_shared_work(work: Sequence[tuple[Options, Any]], group: Any, device: torch.device) -> None:
+    """Raise, on every rank alike, unless all ranks of the group are about to do the same, with the same options.
 
     Args:
-        work: jobs, with the options of their group of parameters.
+        work: for each group of parameters its options, and what is done to which of them.
     """
-    about = {"gradients": repr([[(job.at, job.shape) for job in jobs] for _, jobs in work])}
+    about = {"gradients": repr([what for _, what in work])}
     for name in work[0][0].words:
-        about[name] = ", ".join(dict.fromkeys(options.words[name] for options, _ in work))
+        about[name] = ", ".join(options.words[name] for options, _ in work)
     check_same_step(list(about), about, group, device)
 
 

@@ -279,7 +279,8 @@ def _split(args: Sequence[Any], first: Callable[[Any], bool]) -> tuple[list[Any]
 
 def _tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as a tensor, which may be kept: do not write to it."""
-    if isinstance(value, bool) or not value:  # the cache cannot tell False from 0.0, and 0.0 from -0.0
+    # The cache cannot tell False from 0.0, and 0.0 from -0.0. A tensor on a GPU may belong to a graph that is captured.
+    if isinstance(value, bool) or not value or device.type != "cpu":
         return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=device)
     return _kept_tensor(value, dtype, device)
 
@@ -291,7 +292,4 @@ def _kept_tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tens
 
 def _move(base: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
     """``base + weight * (end - base)``, in place."""
-    if weight == 1.0:  # the same in half the time
-        FOREACH["copy_"](base, end)
-    else:
-        FOREACH["lerp_"](base, end, weight=weight)
+    FOREACH["lerp_"](base, end, weight=weight)

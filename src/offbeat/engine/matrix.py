@@ -73,10 +73,16 @@ class MatrixBatch(TensorBatch):
         like = [self.columns[i] for i in self._like]
         self.book = AddressBook([self.shards, *like], pinned, self.params if self.distributed else None)
 
+    _reads_memory = True  # chunks keep tables of addresses
+
     def prepare(self, options: Options) -> bool:
         """Work out the numbers of the step; raises if they make no sense."""
         if not self._symbolic:
             return super().prepare(options)
+        matrix = options.rule.matrix
+        assert matrix is not None
+        if self.distributed and any(_cut(matrix, p) is not None for p in self.params):
+            raise RuntimeError("a step on matrices that are cut over ranks cannot be traced: other ranks take part")
         if options.sharing is not None and options.sharing.owners is not None:
             raise RuntimeError(
                 "a step whose gradients are reduced to the owners of matrices cannot be traced: other ranks take part"

@@ -36,6 +36,7 @@ class Engine:
     def __init__(self, rule: Rule, sharing: Sharing | None = None) -> None:
         self._options = OptionsCache(rule, sharing)
         self._parts: dict[Any, Part] = {}  # by Work.key
+        self._groups: Sequence[dict[str, Any]] = ()  # those of the present step
 
     def run(
         self,
@@ -51,6 +52,7 @@ class Engine:
         Args:
             groups: all groups of the optimizer; cached batches of other groups are dropped.
         """
+        self._groups = groups
         if extras is NOTHING and not is_traced():
             jobs = []
             for item in work:
@@ -58,7 +60,8 @@ class Engine:
                     break
                 jobs.append(job)
             else:
-                self._agree(jobs)
+                if self._options.rule.matrix is not None:
+                    self._agree(jobs, work)
                 for part, options in jobs:
                     part.run(options, extras)
                 return
@@ -81,21 +84,25 @@ class Engine:
             else:
                 check_gradients(self._options.of(item.group), item.params, item.gradients)
 
-    def _agree(self, jobs: Sequence[tuple[Part, Options]]) -> None:
+    def _agree(self, jobs: Sequence[tuple[Part, Options]], work: Sequence[Work]) -> None:
         """Raise, on every rank alike, unless the ranks that share work are about to do the same."""
-        if self._options.rule.matrix is None:
-            return
+        numbers = [next((i for i, one in enumerate(self._groups) if one is item.group), -1) for item in work]
         found: dict[Any, list[tuple[Options, Any]]] = {}
+        devices: dict[Any, torch.device] = {}
         batches = [(batch, options) for part, options in jobs for batch, _ in part.batches]
-        for batch, options in batches:
-            for group, mine in batch.shared(options).items():
-                found.setdefault(group, []).append((options, mine))
+        for (part, options), number in zip(jobs, numbers, strict=True):
+            for batch, places in part.batches:
+                for group, mine in batch.shared(options).items():
+                    # By their places in the group, which do not depend on what has had gradients before.
+                    what = (number, [(places[job.at], tuple(job.shape), job.kind) for job in mine])
+                    found.setdefault(group, []).append((options, what))
+                    devices.setdefault(group, batch.shards[0].device)
         if not found:
             return
         try:
             if not self._options.has_owners:  # whose optimizer has made sure that all ranks take the same step
-                for group, work in found.items():
-                    check_shared_work(work, group, batches[0][0].shards[0].device)
+                for group, mine in found.items():
+                    check_shared_work(mine, group, devices[group])
             for batch, options in batches:
                 batch.check_copies(options)
         except BaseException:
@@ -126,7 +133,8 @@ class Engine:
             at_hand = fitting(extras, work) if extras else NOTHING
             takes = not again and at_hand is not None and all(part.takes(at_hand) for part, _ in jobs)
             if not extras or takes:
-                self._agree(jobs)
+                if self._options.rule.matrix is not None:
+                    self._agree(jobs, work)
                 for part, _ in jobs:
                     part.commit()
                 for part, _ in jobs:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -286,19 +287,26 @@ def save_parts(folder: str, attached: Sequence[Attached]) -> None:
     """Write this rank's part into the folder of a checkpoint."""
     rank, world = rank_and_world()
     torch.save({"ranks": world, "parts": [one.part() for one in attached]}, _file(folder, rank))
+    if rank == 0:  # of an earlier checkpoint in this folder, by more ranks
+        for number in (number for number in _numbers(folder) if number >= world):
+            os.remove(_file(folder, number))
+
+
+def _numbers(folder: str) -> list[int]:
+    """The ranks whose parts are in a folder."""
+    found = (re.fullmatch(r"offbeat_(\d+)\.pt", name) for name in os.listdir(folder))
+    return sorted(int(one[1]) for one in found if one is not None)
 
 
 def load_parts(folder: str, attached: Sequence[Attached]) -> None:
     """Go on from this rank's part in the folder of a checkpoint."""
-    names = sorted(name for name in os.listdir(folder) if name.startswith("offbeat_") and name.endswith(".pt"))
-    if not names:
+    numbers = _numbers(folder)
+    if not numbers:
         if any(one.replica is not None for one in attached):
             warn_of_plain_checkpoint()
         return
-    file = _file(folder, rank_and_world()[0])
-    if not os.path.exists(file):  # there were fewer ranks, or the file is on another node
-        file = os.path.join(folder, names[0])
-    file = _file(folder, rank_to_load(_load(file)["ranks"]))
+    # One file says for all ranks how many there were. On another node it is the first of those that are there.
+    file = _file(folder, rank_to_load(_load(_file(folder, numbers[0]))["ranks"]))
     if not os.path.exists(file):
         raise FileNotFoundError(
             f"{file} does not exist; each rank writes its own file, so bring those of all nodes into one folder, or "

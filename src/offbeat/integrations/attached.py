@@ -80,7 +80,7 @@ class Attached:
         """Go on from :meth:`part`. Call it after the framework has loaded what it saved."""
         if "optimizer" in part:
             meshes = meshes_of(self.module)
-            if (saved := part["shards"]) != places(meshes):
+            if (saved := part.get("shards", [])) != places(meshes):
                 raise ValueError(
                     f"the checkpoint is of a module that was sharded over {_in_words(saved)}, and here it is "
                     f"sharded over {_in_words(places(meshes))}; shard it as it was, with as many ranks"

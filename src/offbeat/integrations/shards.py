@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -39,10 +40,20 @@ def pack(tree: Any, meshes: list[Any]) -> Any:
             "stride": list(tree.stride()),
         }
     if isinstance(tree, dict):
-        return {key: pack(value, meshes) for key, value in tree.items()}
+        return _with_versions(tree, {key: pack(value, meshes) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):
         return type(tree)(pack(value, meshes) for value in tree)
     return tree
+
+
+def _with_versions(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, Any]:
+    """A module's state dict also holds the versions of its modules, in an attribute."""
+    versions = getattr(before, "_metadata", None)
+    if versions is None:
+        return after
+    found: Any = OrderedDict(after)
+    found._metadata = versions
+    return found  # type: ignore[no-any-return]
 
 
 def unpack(tree: Any, meshes: list[Any]) -> Any:
@@ -56,7 +67,7 @@ def unpack(tree: Any, meshes: list[Any]) -> Any:
         shard = tree[_SHARD].to(mesh.device_type)
         return DTensor.from_local(shard, mesh, cut, run_check=False, shape=shape, stride=stride)
     if isinstance(tree, dict):
-        return {key: unpack(value, meshes) for key, value in tree.items()}
+        return _with_versions(tree, {key: unpack(value, meshes) for key, value in tree.items()})
     if isinstance(tree, (list, tuple)):
         return type(tree)(unpack(value, meshes) for value in tree)
     return tree

@@ -141,7 +141,7 @@ class Chain(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if len(self.optimizers) > 1:
+        if len(self.optimizers) > 1 and not _torch.is_creating_state():
             self._check_gradients()
         for one in sorted(self.optimizers, key=lambda one: not _has_matrices(one)):
             one.step()

@@ -11,10 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch
-from offbeat.engine.tensors import local
+from offbeat.engine.tensors import is_dtensor, is_plain, local
 from offbeat.sync.buffer_policy import buffer_items
 from offbeat.sync.items import Digest, Item
 from offbeat.sync.state_policy import FoundKeys, reset_state, state_items
+from offbeat.wire.peers import Peers
 
 __all__ = ["Contents"]
 
@@ -45,7 +46,6 @@ class Contents:
         self._names: dict[int, tuple[Tensor, str]] = {}
         #: Names of buffers that may have infinite numbers.
         self.masks: set[str] = set()
-        self.note_masks()
 
     def params(self) -> dict[str, Tensor]:
         """Parameters by their name in the module, or by their position in the optimizer's groups."""
@@ -69,24 +69,29 @@ class Contents:
         return found
 
     def all_items(self) -> list[Item]:
-        """Every parameter of the module and of the optimizer, trained or not."""
+        """Every parameter of the module and of the optimizer, trained or not, but for frozen ones of special kinds."""
         named = self._module.named_parameters()
         found: dict[str, Tensor] = {name: p for name, p in named if name not in self._ignored}
         known = {id(p) for p in found.values()}
         found |= {name: p for name, p in self._by_name().items() if id(p) not in known}
-        return [Item(name, p) for name, p in found.items()]
+        return [Item(name, p) for name, p in found.items() if not self._is_frozen(p) or _has_plain_values(p)]
 
     def frozen_items(self) -> list[Item]:
         """Parameters that nobody trains, and that are never averaged."""
-        return [item for item in self.all_items() if not (item.tensor.requires_grad or item.tensor in self._ever)]
+        return [item for item in self.all_items() if self._is_frozen(item.tensor)]
 
-    def note_masks(self) -> None:
-        """Take note of buffers with infinite numbers before training, such as masks: these are as they should be."""
-        self.masks = {
-            item.name
-            for item in self.buffers()
-            if item.tensor.is_floating_point() and bool(local(item.tensor).isinf().any())
-        }
+    def _is_frozen(self, p: Tensor) -> bool:
+        return not (p.requires_grad or p in self._ever)
+
+    def note_masks(self, peers: Peers) -> None:
+        """Take note of buffers with infinite numbers before training, such as masks: these are as they should be.
+
+        Only if these are in the same places on every rank: otherwise something has gone wrong on one of them. All ranks
+        call it together.
+        """
+        mine = {item.name: found for item in self.buffers() if (found := _infinite_places(item.tensor)) is not None}
+        everyone = peers.gather_objects(mine) if peers.size > 1 else [mine]
+        self.masks = {name for name, places in mine.items() if all(one.get(name) == places for one in everyone)}
 
     def buffers(self) -> list[Item]:
         """Buffers to average."""
@@ -143,3 +148,18 @@ class Contents:
 
     def _all(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _has_plain_values(p: Tensor) -> bool:
+    """Whether a frozen parameter can be compared: quantized, sparse and meta tensors, and other subclasses, cannot."""
+    plain = p.layout is torch.strided and not p.is_quantized and p.device.type != "meta"
+    return plain and (is_plain(p) or is_dtensor(p))
+
+
+def _infinite_places(buffer: Tensor) -> tuple[int, int] | None:
+    """The number of infinite numbers and a sum over their places; None if there are none."""
+    part = local(buffer)
+    if not part.is_floating_point() or not bool(part.isinf().any()):
+        return None
+    places = part.isinf().flatten().nonzero().flatten() + 1
+    return len(places), int((places * part.flatten()[places - 1].sign().long()).sum())

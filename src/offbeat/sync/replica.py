@@ -189,6 +189,7 @@ class Replica(OptimizerWrapper, Joinable):
         delayed = any(level.delay for level in levels)
         peers = connect_levels(levels, self._everyone, mesh, quiet=delayed)
         self._contents = Contents(opt, module, state, buffers)
+        self._contents.note_masks(self._everyone)
         self._tracks = Tracks(
             self._contents,
             levels,
@@ -403,6 +404,11 @@ class Replica(OptimizerWrapper, Joinable):
         Otherwise ``step()`` does it. With DDP this does nothing, because backward has averaged them. Call it on every
         rank, and with a scaler after ``scaler.unscale_(optimizer)``.
         """
+        if self._gradient_mean is not None and _torch.is_joining(self):
+            raise RuntimeError(
+                "average_gradients() cannot be used under Join, because a rank without data does not know that it is "
+                "called; let step() average them, and clip with overlap or not at all"
+            )
         self._reduce_gradients(False)
 
     def _gradient_group(self) -> Any:
@@ -441,7 +447,6 @@ class Replica(OptimizerWrapper, Joinable):
         state_dict = self._begin_load(state_dict)
         step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
         self._contents.load_averaged(mine.get("averaged", []))  # also what has been frozen since
-        self._contents.note_masks()  # the model has been loaded first
         self._tracks.check_state_dict(mine)
         self.optim.load_state_dict(state_dict)
         if step is None:

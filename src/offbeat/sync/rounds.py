@@ -54,6 +54,7 @@ class Round:
         idle: whether no rank has made a step since the last round: parameters go to the anchor, and that stays.
         restored: whether the result is from a checkpoint, and may be of more ranks than there are now.
         eager: whether this replica has taken its part of the outer step already.
+        exchanged: whether there were others to exchange with.
         is_copied: whether the exchange works on a copy.
     """
 
@@ -67,7 +68,7 @@ class Round:
         self.error: BaseException | None = None
         self.skipped = False
         self.reported = False
-        self.restored = self.eager = False
+        self.restored = self.eager = self.exchanged = False
         self.idle = self.left_out = False
         self.notes: list[str] = []
         self._digests = track.contents.digests(self.items, self.state)
@@ -102,6 +103,7 @@ class Round:
             self.idle = self.track.outer is not None and not any(self.shares.moved)
             if not self.skipped and not self.idle and not self.shares.nobody and peers.size > 1:
                 self._exchange(self.shares, peers)
+                self.exchanged = True
         except ExchangeError as error:
             self.error = error
             traceback.clear_frames(error.__traceback__)
@@ -229,6 +231,8 @@ class Round:
     @torch.no_grad()
     def _land_copy(self, items: Sequence[Item]) -> None:
         """Add or assign the result to these items; those that no longer exist are left out."""
+        if not self.exchanged:  # with nobody, so that the copy is what these items were, and not what they became
+            return
         self._settle()
         here = {item.name: item for item in self.track.items()}
         views = dict(zip([item.name for item in self._copied()], self.track.snapshot.views, strict=True))

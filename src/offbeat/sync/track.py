@@ -163,6 +163,7 @@ class Track:
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
+            flight["exchanged"] = one.exchanged
             if one.error is None and one.shares is not None and not one.skipped:
                 flight.update(one.values())
             elif one.eager:
@@ -193,3 +194,4 @@ class Track:
                 self.flight.shares, self.flight.skipped = Shares(1.0, None), True
             else:
                 self.flight.restore(state["flight"])
+                self.flight.exchanged = bool(state["flight"].get("exchanged", True))
