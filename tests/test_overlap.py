@@ -973,7 +973,7 @@ def test_parameters_that_come_and_go_have_one_overlap_too():
     offbeat.overlap(second, model)
 
 
-# What a hostile reader tried
+# Odd uses
 
 
 @pytest.mark.parametrize("meddle", ["none", "replace", "zero_grad", "zero", "reading"])
