@@ -437,3 +437,48 @@ def an_optimizer_wrapped_too_early_is_refused(rank, world):
 @pytest.mark.parametrize(("world", "name"), scenario.cases)
 def test_ranks(world, name):
     scenario.check(world, name)
+
+
+class _Part:
+    """What is saved of an optimizer, without one."""
+
+    replica = None
+
+    def __init__(self, words: str) -> None:
+        self.words, self.loaded = words, None
+
+    def part(self) -> dict[str, Any]:
+        return {"words": self.words}
+
+    def load_part(self, part: dict[str, Any]) -> None:
+        self.loaded = part["words"]
+
+
+def test_a_checkpoint_over_one_of_more_ranks(tmp_path, monkeypatch):
+    """Every rank goes on from the newer one: what ranks 2 and 3 left there is old."""
+    from offbeat.integrations import accelerate, attached
+
+    def as_rank(rank: int, world: int) -> None:
+        for module in (accelerate, attached):
+            if hasattr(module, "rank_and_world"):
+                monkeypatch.setattr(module, "rank_and_world", lambda: (rank, world))
+
+    for world, words in ((4, "old"), (2, "new")):
+        for rank in range(world):
+            as_rank(rank, world)
+            accelerate.save_parts(str(tmp_path), [_Part(words)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["offbeat_0.pt", "offbeat_1.pt"]
+    for rank in range(2):
+        as_rank(rank, 2)
+        one = _Part("")
+        accelerate.load_parts(str(tmp_path), [one])
+        assert one.loaded == "new"
+
+
+def test_packed_state_dicts_keep_the_versions_of_modules():
+    from offbeat.integrations.shards import pack, unpack
+
+    saved = nn.Sequential(nn.BatchNorm1d(2)).state_dict()
+    for tree in (pack(saved, []), unpack(pack(saved, []), [])):
+        assert tree._metadata == saved._metadata
+        assert list(tree) == list(saved)

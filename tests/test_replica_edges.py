@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import offbeat
+from offbeat import _torch
 from offbeat.sync.calendar import Calendar, Entry
 from tests.sync_reference import batch, flat, loss, make, sgd
 
@@ -936,3 +937,19 @@ def test_frozen_parameters_of_special_kinds_are_left_alone():
 
     one, two = replicas(2, run)
     assert torch.equal(one, two)
+
+
+def test_average_gradients_under_join(monkeypatch):
+    """A rank without data takes part in one average a step: a second one would wait for it."""
+
+    def run(rank, peers):
+        model = build()
+        replica = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, warmup=1, group=peers, subgroup=None)
+        loss(model, batch(0, rank)).backward()
+        with pytest.raises(RuntimeError, match="cannot be used under Join while gradients are averaged"):
+            replica.average_gradients()
+        replica.step()
+        replica.average_gradients()  # after warm-up there is nothing to average
+
+    monkeypatch.setattr(_torch, "is_joining", lambda optimizer: True)
+    replicas(2, run)

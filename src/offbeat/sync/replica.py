@@ -404,10 +404,12 @@ class Replica(OptimizerWrapper, Joinable):
         Otherwise ``step()`` does it. With DDP this does nothing, because backward has averaged them. Call it on every
         rank, and with a scaler after ``scaler.unscale_(optimizer)``.
         """
-        if self._gradient_mean is not None and _torch.is_joining(self):
+        averages = self._gradient_mean is not None and self._gradient_peers() is not None
+        if averages and _torch.is_joining(self):
             raise RuntimeError(
-                "average_gradients() cannot be used under Join, because a rank without data does not know that it is "
-                "called; let step() average them, and clip with overlap or not at all"
+                "average_gradients() cannot be used under Join while gradients are averaged, because a rank without "
+                "data does not know that it is called; leave it to step(), or wrap the module in "
+                "DistributedDataParallel, which averages in backward, to clip before step()"
             )
         self._reduce_gradients(False)
 
