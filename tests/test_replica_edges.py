@@ -711,6 +711,30 @@ def test_parameters_that_nobody_trains():
     assert torch.equal(*replicas(2, run))
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.flip(0),
+        lambda weight: weight[:, [1, 0, *range(2, weight.shape[1])]],
+        lambda weight: torch.cat([weight[2:4], weight[:2], weight[4:]]),
+        lambda weight: weight.view(-1).roll(1).view_as(weight),
+        lambda weight: torch.where(torch.arange(weight.numel()).view_as(weight) == 7, -weight, weight),
+    ],
+)
+def test_parameters_with_the_same_numbers_in_other_places_differ(change):
+    def run(rank, peers):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            model = build().to(dtype)
+            with torch.no_grad():
+                if rank == 1:
+                    model[2].weight.copy_(change(model[2].weight).clone())
+            diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+            with pytest.raises(offbeat.Disagreement, match=r"'2\.weight' of rank 1 differs"):
+                diloco.step()
+
+    replicas(2, run)
+
+
 def test_gradients_in_other_layouts():
     """Numbers meet those of the same place, however a rank's gradient lies in memory."""
 

@@ -133,19 +133,23 @@ def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor
             )
 
 
-def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, sharded: bool) -> None:
+def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, sharded: bool, in_ddp: bool) -> None:
     """Raise if parameters of a plain module have been given to DDP or FSDP2, which all ranks do together.
 
     Frameworks wrap the module after the optimizer is made. What they wrap it in averages gradients over all ranks at
     every step, so that replicas would never train by themselves.
+
+    Args:
+        sharded: whether the module was sharded when the wrapper was made.
+        in_ddp: whether the module has run inside a DDP module.
     """
     found = "fully_shard" if any(is_dtensor(p) for p in params.values()) and not sharded else None
-    if found is None and is_inside_ddp(list(params.values())):
+    if found is None and (in_ddp or is_inside_ddp(list(params.values()))):
         found = "DistributedDataParallel"
     if found is not None:
         raise RuntimeError(
-            f"the module was wrapped in {found} after {wrapper} was made, so that gradients are averaged over all "
-            "ranks at every step and replicas never train by themselves. Wrap the module first, then make the "
-            f"optimizer, then {wrapper}(optimizer, module) with the wrapped module"
-            + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
+            f"the module is wrapped in {found}, but {wrapper} was made with the module inside or before it was "
+            "wrapped, so that gradients are averaged over all ranks at every step and replicas never train by "
+            f"themselves. Wrap the module first, then make the optimizer, then {wrapper}(optimizer, module) with the "
+            "wrapped module" + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
         )

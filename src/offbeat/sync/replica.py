@@ -34,7 +34,7 @@ from offbeat.sync.checks import (
 from offbeat.sync.contents import Contents
 from offbeat.sync.eager import check_linear
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.gradients import GradientMean, mean_loss
+from offbeat.sync.gradients import GradientMean, check_same_closure, mean_loss
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.joining import ReplicaJoinHook
 from offbeat.sync.level import Level, options_in_words
@@ -152,7 +152,8 @@ class Replica(OptimizerWrapper, Joinable):
         exchanges = [Exchange(bucket_bytes, reduce_dtype, undo, ordered=level.ordered) for level in levels]
         super().__init__(opt)
         Joinable.__init__(self)
-        module = _torch.inner_module(frameworks.inner_module(module))
+        called = frameworks.inner_module(module)
+        module = _torch.inner_module(called)
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = peers_of(group)
@@ -204,8 +205,9 @@ class Replica(OptimizerWrapper, Joinable):
         self._levels, self._level_peers = levels, peers
         self._gradient_mean: GradientMean | None = None
         self._begun = self._anchored = self._made_equal = False
-        self._looked_at_module, self._sharded = False, sharded
+        self._looked_at_module, self._ran_in_ddp, self._sharded = False, False, sharded
         self._averaged_before = False  # whether gradients have been averaged since the last step
+        self._compared_closures = False  # whether ranks know that all call step() with a closure, or all without
         self._missed_warmup = False  # whether this rank has run out of data during warm-up
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
         handle = overlap_of(opt)
@@ -221,9 +223,8 @@ class Replica(OptimizerWrapper, Joinable):
             self._start_from_the_first()
         self._tracks.follow()
         self._check_outers(within)
-        if self._tracks.has_outer:
-            forward = module.register_forward_pre_hook(_BeforeForward(self))
-            weakref.finalize(self, forward.remove).atexit = False
+        forward = called.register_forward_pre_hook(_BeforeForward(self))
+        weakref.finalize(self, forward.remove).atexit = False
         if self._ddp is not None:
             attach(self, self._ddp, comm_hook)
         else:
@@ -337,6 +338,8 @@ class Replica(OptimizerWrapper, Joinable):
             self._tracks.note_rates()
             self._is_stepping = True
             try:
+                if closure is None:
+                    self._compare_closures(False)
                 loss = self._step_inner(closure)
             finally:
                 self._is_stepping = self._averaged_before = False
@@ -496,6 +499,7 @@ class Replica(OptimizerWrapper, Joinable):
             self._missed_warmup = True
             self._tracks.stay()
         self._begin()
+        self._compare_closures(False)
         peers = self._gradient_peers()
         if self._gradient_mean is not None and peers is not None:
             self._gradient_mean.average(self._contents.params(), peers, absent=True)
@@ -514,10 +518,12 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _begin(self) -> None:
         """Before the first step, and before the first local one: see to it that replicas are equal."""
-        if not self._looked_at_module:
+        if not self._looked_at_module or self._ran_in_ddp:
             self._looked_at_module = True
             if self._ddp is None and self._everyone.size > 1 and isinstance(self._everyone, GroupPeers):
-                check_not_wrapped_since(self._contents.params(), type(self).__name__, sharded=self._sharded)
+                check_not_wrapped_since(
+                    self._contents.params(), type(self).__name__, sharded=self._sharded, in_ddp=self._ran_in_ddp
+                )
         if not self._begun:
             self._begun = True
             others = self._gradient_mean is not None
@@ -566,7 +572,17 @@ class Replica(OptimizerWrapper, Joinable):
         return any(stepping for _, stepping in found)
 
     def _before_forward(self) -> None:
-        """Anchors are the parameters that a first local step starts from; an overlapped one is made in backward."""
+        """Take anchors: they are what a first local step starts from, and an overlapped one is made in backward.
+
+        Also look for a DDP module around this one that nobody has told us of, such as a copy.
+        """
+        if self._ddp is None and not self._ran_in_ddp and not torch.compiler.is_compiling():
+            ddp = _torch.running_ddp()
+            if ddp is not None:
+                ours = {id(p) for p in self._contents.params().values()}
+                self._ran_in_ddp = any(id(p) in ours for p in ddp.parameters())
+        if not self._tracks.has_outer:
+            return
         if self._anchored:
             self._tracks.follow()
         elif self._calendar.is_local:
@@ -602,7 +618,8 @@ class Replica(OptimizerWrapper, Joinable):
             )
         if self._everyone.size == 1:
             return
-        if is_inside_ddp(list(self._contents.params().values())):
+        inside = is_inside_ddp(list(self._contents.params().values()))
+        if inside or any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             raise ValueError(
                 "parameters of this module belong to a DistributedDataParallel module, which would still average their "
                 "gradients over all ranks at every step; pass the DistributedDataParallel module: "
@@ -632,24 +649,36 @@ class Replica(OptimizerWrapper, Joinable):
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
+            self._compare_closures(True)
             self._averaged_before = False
-            self.average_gradients()
+            self._reduce_gradients(False, in_closure=True)
             return mean_loss(loss, peers)
 
         return averaged
+
+    def _compare_closures(self, is_given: bool) -> None:
+        """With DDP, which averages gradients itself: at the first step, after backward, ask whether all have a closure.
+
+        Without DDP ranks ask at every step, when they average gradients.
+        """
+        peers = self._gradient_peers()
+        if self._ddp is None or self._compared_closures or peers is None or peers.size == 1:
+            return
+        check_same_closure(is_given, peers)
+        self._compared_closures = True
 
     @property
     def _reduces_gradients(self) -> bool:
         return self._gradient_mean is not None and self._gradient_peers() is not None
 
-    def _reduce_gradients(self, found: bool) -> bool:
+    def _reduce_gradients(self, found: bool, in_closure: bool = False) -> bool:
         peers = self._gradient_peers()
         if self._gradient_mean is None or peers is None:
             return found
         params, again = self._contents.params(), self._averaged_before
         self._averaged_before = True
         # If one rank has inf or NaN in its gradients, so has every rank after averaging.
-        found = self._gradient_mean.average(params, peers, found=found, again=again)
+        found = self._gradient_mean.average(params, peers, found=found, again=again, in_closure=in_closure)
         self._gradient_mean.keep_in_mind(params)
         return found
 
