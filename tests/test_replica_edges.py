@@ -257,6 +257,30 @@ def test_parameters_that_come_and_go(codec):
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("cls", [offbeat.LocalSGD, offbeat.SlowMo, offbeat.DiLoCo])
+def test_parameters_that_are_frozen_before_the_first_round(cls):
+    """What replicas have trained by themselves is averaged; what they have not is everybody's already."""
+
+    def run(rank, peers):
+        model = build()
+        groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2], model[4])]
+        every = {3: None} if cls is offbeat.LocalSGD else 3
+        replica = cls(sgd(groups), model, every=every, warmup=2, group=peers, subgroup=None)
+        model[4].requires_grad_(False)  # never trained
+        train(model, replica, range(3), rank)  # LocalSGD's first average comes after the first local step
+        if cls is offbeat.LocalSGD:
+            model[0].requires_grad_(False)
+            train(model, replica, range(3, 6), rank)
+        else:
+            train(model, replica, range(3, 4), rank)
+            model[2].requires_grad_(False)
+            train(model, replica, range(4, 5), rank)
+        assert torch.equal(model[4].weight, build()[4].weight)
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))
+
+
 def test_new_parameters_that_differ_raise():
     def run(rank, peers):
         model = build()

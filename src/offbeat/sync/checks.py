@@ -148,8 +148,8 @@ def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, shard
         found = "DistributedDataParallel"
     if found is not None:
         raise RuntimeError(
-            f"the module is wrapped in {found}, but {wrapper} was made with the module inside or before it was "
-            "wrapped, so that gradients are averaged over all ranks at every step and replicas never train by "
-            f"themselves. Wrap the module first, then make the optimizer, then {wrapper}(optimizer, module) with the "
-            "wrapped module" + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
+            f"the module is wrapped in {found}, but {wrapper} was made with the bare module, so that gradients are "
+            "averaged over all ranks at every step and replicas never train by themselves. Wrap the module first, then "
+            f"make the optimizer, then {wrapper}(optimizer, module) with the wrapped module"
+            + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
         )

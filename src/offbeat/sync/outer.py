@@ -195,7 +195,9 @@ class Outer:
             return
         self.note_rates()
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            group["inner_lr"] = self._rates[names[0]]
+            rates = [self._rates[name] for name in names if name in self._rates]
+            if rates:  # else all of them were frozen before the first step
+                group["inner_lr"] = rates[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors and the state of the outer optimizer."""

@@ -531,6 +531,8 @@ class Replica(OptimizerWrapper, Joinable):
                 others = _size(self._ddp.process_group) < self._everyone.size
             if others and not self._calendar.settle() and self._calendar.step == 0:
                 self._check_equal()
+        if self._calendar.settle():
+            self._contents.mark_trained()
         if not self._tracks.has_outer:
             return
         if not self._anchored and self._calendar.settle():

@@ -344,7 +344,7 @@ class Tracks:
 
     def _forget(self, one: Round) -> None:
         """Start counting anew after a round, which includes lower levels that have the same parameters."""
-        self._contents.mark_averaged()
+        self._contents.mark_trained()
         one.forgotten = []
         for tracks in self._tracks:
             for other in tracks:
