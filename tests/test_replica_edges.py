@@ -399,6 +399,23 @@ def test_other_fragments_and_codecs_after_a_load():
     replicas(2, run)
 
 
+@pytest.mark.parametrize(("saved", "here"), [(offbeat.DiLoCo, offbeat.SlowMo), (offbeat.SlowMo, offbeat.DiLoCo)])
+def test_state_of_another_outer_optimizer_changes_nothing(saved, here):
+    def run(rank, peers):
+        model = build()
+        replica = saved(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, replica, range(3), rank)
+        other = build()
+        there = here(sgd(other.parameters()), other, every=2, group=peers, subgroup=None)
+        train(other, there, range(4), rank)
+        before = repr(there.state_dict())
+        with pytest.raises(ValueError, match=r"state of another outer optimizer, .* nothing was changed"):
+            there.load_state_dict(replica.state_dict())
+        assert repr(there.state_dict()) == before
+
+    replicas(2, run)
+
+
 def test_weights():
     def run(rank, peers):
         model = build()

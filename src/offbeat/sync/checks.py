@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
     """The levels as a list. Raises if they cannot be used together."""
     from offbeat.sync.level import Level
 
-    found: list[Any] = [levels] if isinstance(levels, Level) else list(levels)
+    found: list[Any] = [levels] if isinstance(levels, Level) or not isinstance(levels, Iterable) else list(levels)
     for level in found:
         if not isinstance(level, Level):
-            raise TypeError(f"levels must be a list of offbeat.Level, but got {level!r} in it")
+            raise TypeError(f"levels must be an offbeat.Level or a list of them, but got {level!r}")
     if not found:
         raise ValueError("there must be at least one level, but levels is empty")
     for i, level in enumerate(found):

@@ -39,7 +39,7 @@ from offbeat.sync.items import Item, local_part
 from offbeat.sync.joining import ReplicaJoinHook
 from offbeat.sync.level import Level, options_in_words
 from offbeat.sync.members import connect_all, connect_levels, peers_of
-from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup
+from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup, check_bool, check_float_dtype
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks
 from offbeat.sync.words import block, bytes_in_words, level_in_words, number_of, ranks_in_words, warmup_in_words
@@ -135,8 +135,8 @@ class Replica(OptimizerWrapper, Joinable):
         check_buffers(buffers)
         if snapshot not in ("device", "cpu"):
             raise ValueError(f"snapshot must be 'device' or 'cpu', but got {snapshot!r}")
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype must be a floating-point dtype, but got {reduce_dtype}")
+        check_float_dtype("reduce_dtype", reduce_dtype)
+        check_bool(weighted=weighted, sync_init=sync_init)
         entries = [
             Entry(
                 level.every,
