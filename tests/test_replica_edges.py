@@ -344,7 +344,7 @@ def test_one_replica_that_is_not_finite():
         )
         with torch.no_grad():
             model[0].bias[0] = float("nan")
-        replica._anchored = True
+        replica._start.is_anchored = True
         with pytest.raises(offbeat.NotFinite):
             replica.step()
         assert anchors(replica).isfinite().all()

@@ -21,6 +21,7 @@ __all__ = [
     "check_same_options",
     "check_same_values",
     "name_difference",
+    "vote",
 ]
 
 #: How many elements a fingerprint is made of at once: few enough for little memory.
@@ -150,6 +151,12 @@ def agree(
         sound=sound,
         unchecked=any(row[10] for row in table),
     )
+
+
+def vote(peers: Peers) -> None:
+    """Return only if every rank has got this far."""
+    flag = torch.ones(1, dtype=torch.int64, device=peers.device)
+    peers.all_reduce(flag, "min").wait()
 
 
 def name_difference(peers: Peers, items: Sequence[Item]) -> None:

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
 
 from offbeat._types import Group
-from offbeat.sync.agreement import agree
+from offbeat.sync.agreement import agree, vote
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Digest, Item
 from offbeat.sync.options import Undo
-from offbeat.sync.rounds import vote
 from offbeat.sync.warmup import check_warmup
 from offbeat.wire.groups import blocks, is_member, members, whole
 from offbeat.wire.peers import GroupPeers

@@ -11,12 +11,13 @@ from torch import Tensor
 from offbeat.sync.agreement import Shares
 from offbeat.sync.coded import Coded
 from offbeat.sync.contents import Contents
+from offbeat.sync.copies import OnCopy
 from offbeat.sync.eager import Eager
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
 from offbeat.sync.outer import Outer
-from offbeat.sync.rounds import InPlace, OnCopy, Round
+from offbeat.sync.rounds import InPlace, Round
 from offbeat.sync.snapshot import Snapshot
 from offbeat.wire.codec import make_codec
 from offbeat.wire.peers import Peers
