@@ -335,6 +335,31 @@ def test_a_replica_that_was_left_out_recovers():
         offbeat.Level(every=4, fragments=2, nonfinite="leave_out")
 
 
+@pytest.mark.parametrize(("cls", "first"), [(offbeat.LocalSGD, 1), (offbeat.DiLoCo, 3)])
+def test_replicas_have_not_agreed_if_the_last_round_was_skipped(cls, first):
+    """Also on a rank that has made no step since the round before."""
+
+    def run(rank, peers):
+        model = build()
+        replica = cls(sgd(model.parameters()), model, every=3, nonfinite="skip", group=peers, subgroup=None)
+        train(model, replica, range(first), rank)  # a round comes after the last of them
+        if rank == 1:
+            train(model, replica, range(first, first + 1), rank)
+            with torch.no_grad():
+                model[0].bias[0] = float("nan")
+        replica.finish()
+        said = [replica.agreed]
+        with torch.no_grad():
+            model[0].bias.nan_to_num_(0.0)
+        replica.finish()
+        return flat(model), [*said, replica.agreed]
+
+    with pytest.warns(UserWarning, match=r"on rank 1: 0\.bias\); this round was skipped"):
+        (one, said), (two, also) = replicas(2, run)
+    assert torch.equal(one, two)
+    assert said == also == [False, True]
+
+
 def test_one_replica_that_is_not_finite():
     def run(rank, peers):
         model = build()

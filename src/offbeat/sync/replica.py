@@ -374,9 +374,10 @@ class Replica(OptimizerWrapper, Joinable):
         """Call it when this rank has no data left: takes part in rounds until all ranks are done.
 
         A rank has a weight in the round after its last step, and none after that. When this method returns, all
-        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. During warm-up, and if other
-        ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
-        this optimizer instead, because there are collectives at every step.
+        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. (If ``nonfinite="skip"`` has
+        skipped the last round, which warns, replicas still differ and :attr:`agreed` is False.) During warm-up, and if
+        other ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module
+        and this optimizer instead, because there are collectives at every step.
         """
         if not self._calendar.is_local or (self._everyone.size == 1 and not self._anchors):
             self._tracks.land()

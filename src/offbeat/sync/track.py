@@ -45,6 +45,7 @@ class Track:
     Attributes:
         seen: the amount of data since the last round.
         moved: whether this rank has made a step since the last round.
+        skipped: whether the last round was skipped, so that replicas still differ.
         rounds: how many rounds have been completed.
         flight: the round in the background, if there is one.
         residual: what encoding has lost so far.
@@ -72,7 +73,7 @@ class Track:
         self._weighted = weighted
         self.snapshot = Snapshot(copies)
         self.codec = make_codec(level.codec)
-        self.seen, self.moved, self.rounds = 0.0, False, 0
+        self.seen, self.moved, self.skipped, self.rounds = 0.0, False, False, 0
         self.flight: Round | None = None
         self.residual: Tensor | None = None
         self.residual_of: list[tuple[str, int]] = []

@@ -104,8 +104,8 @@ class Tracks:
 
     @property
     def top_is_open(self) -> bool:
-        """Whether this rank has made a step since the last round of the top level, or one is in flight."""
-        return any(track.moved or track.flight is not None for track in self._tracks[-1])
+        """Whether replicas may differ: a step has been made since the last top-level round, or that is not complete."""
+        return any(track.moved or track.skipped or track.flight is not None for track in self._tracks[-1])
 
     def stay(self) -> None:
         """Record that what this rank has learnt is in everybody's parameters, or was missed: it has no weight."""
@@ -184,6 +184,7 @@ class Tracks:
 
     def _land_now(self, track: Track, one: Round) -> None:
         changed = one.land(self._contents.params())
+        track.skipped = one.skipped
         if changed:
             self.count += track.peers.size > 1
             self._completed(one)
@@ -209,6 +210,7 @@ class Tracks:
         except BaseException:
             self._remember_again(one)
             raise
+        track.skipped = one.skipped
         if changed:
             self._completed(one)
         else:
