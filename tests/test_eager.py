@@ -191,7 +191,7 @@ def fails(rank: int, world: int) -> Any:
         finally:
             rounds.vote = real
         anchor = torch.cat([a.reshape(-1) for a in replica.anchors().values()])
-        (eager,) = replica._tracks._eagers
+        (eager,) = replica._anchors.eagers
         given_back = torch.cat([(eager.gradients[n] + eager.own.anchors[n]).reshape(-1) for n in eager.gradients])
         if saves:
             weights, state = model.state_dict(), replica.state_dict()

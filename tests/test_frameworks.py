@@ -174,10 +174,10 @@ def test_a_module_wrapped_after_the_optimizer_is_found_at_the_first_step():
     ranks = run_ranks(wrapped_later, 2)
     assert ranks[0] == ranks[1]
     ddp, sharded, before = ranks[0]
-    assert "wrapped in DistributedDataParallel after DiLoCo was made" in ddp
+    assert "is wrapped in DistributedDataParallel, but DiLoCo was made" in ddp
     assert "trainer.strategy.model" in ddp
     assert "trainer.model_wrapped" in ddp
-    assert "wrapped in fully_shard after DiLoCo was made" in sharded
+    assert "is wrapped in fully_shard, but DiLoCo was made" in sharded
     assert "trainer.strategy.model" in before
 
 

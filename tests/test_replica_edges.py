@@ -257,6 +257,30 @@ def test_parameters_that_come_and_go(codec):
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("cls", [offbeat.LocalSGD, offbeat.SlowMo, offbeat.DiLoCo])
+def test_parameters_that_are_frozen_before_the_first_round(cls):
+    """What replicas have trained by themselves is averaged; what they have not is everybody's already."""
+
+    def run(rank, peers):
+        model = build()
+        groups = [{"params": list(layer.parameters())} for layer in (model[0], model[2], model[4])]
+        every = {3: None} if cls is offbeat.LocalSGD else 3
+        replica = cls(sgd(groups), model, every=every, warmup=2, group=peers, subgroup=None)
+        model[4].requires_grad_(False)  # never trained
+        train(model, replica, range(3), rank)  # LocalSGD's first average comes after the first local step
+        if cls is offbeat.LocalSGD:
+            model[0].requires_grad_(False)
+            train(model, replica, range(3, 6), rank)
+        else:
+            train(model, replica, range(3, 4), rank)
+            model[2].requires_grad_(False)
+            train(model, replica, range(4, 5), rank)
+        assert torch.equal(model[4].weight, build()[4].weight)
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))
+
+
 def test_new_parameters_that_differ_raise():
     def run(rank, peers):
         model = build()
@@ -311,6 +335,31 @@ def test_a_replica_that_was_left_out_recovers():
         offbeat.Level(every=4, fragments=2, nonfinite="leave_out")
 
 
+@pytest.mark.parametrize(("cls", "first"), [(offbeat.LocalSGD, 1), (offbeat.DiLoCo, 3)])
+def test_replicas_have_not_agreed_if_the_last_round_was_skipped(cls, first):
+    """Also on a rank that has made no step since the round before."""
+
+    def run(rank, peers):
+        model = build()
+        replica = cls(sgd(model.parameters()), model, every=3, nonfinite="skip", group=peers, subgroup=None)
+        train(model, replica, range(first), rank)  # a round comes after the last of them
+        if rank == 1:
+            train(model, replica, range(first, first + 1), rank)
+            with torch.no_grad():
+                model[0].bias[0] = float("nan")
+        replica.finish()
+        said = [replica.agreed]
+        with torch.no_grad():
+            model[0].bias.nan_to_num_(0.0)
+        replica.finish()
+        return flat(model), [*said, replica.agreed]
+
+    with pytest.warns(UserWarning, match=r"on rank 1: 0\.bias\); this round was skipped"):
+        (one, said), (two, also) = replicas(2, run)
+    assert torch.equal(one, two)
+    assert said == also == [False, True]
+
+
 def test_one_replica_that_is_not_finite():
     def run(rank, peers):
         model = build()
@@ -320,7 +369,7 @@ def test_one_replica_that_is_not_finite():
         )
         with torch.no_grad():
             model[0].bias[0] = float("nan")
-        replica._anchored = True
+        replica._start.is_anchored = True
         with pytest.raises(offbeat.NotFinite):
             replica.step()
         assert anchors(replica).isfinite().all()
@@ -371,6 +420,23 @@ def test_other_fragments_and_codecs_after_a_load():
         with pytest.raises(ValueError, match="codec it was saved with"):
             plain.load_state_dict(saved)
         assert plain.steps == 0
+
+    replicas(2, run)
+
+
+@pytest.mark.parametrize(("saved", "here"), [(offbeat.DiLoCo, offbeat.SlowMo), (offbeat.SlowMo, offbeat.DiLoCo)])
+def test_state_of_another_outer_optimizer_changes_nothing(saved, here):
+    def run(rank, peers):
+        model = build()
+        replica = saved(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, replica, range(3), rank)
+        other = build()
+        there = here(sgd(other.parameters()), other, every=2, group=peers, subgroup=None)
+        train(other, there, range(4), rank)
+        before = repr(there.state_dict())
+        with pytest.raises(ValueError, match=r"state of another outer optimizer, .* nothing was changed"):
+            there.load_state_dict(replica.state_dict())
+        assert repr(there.state_dict()) == before
 
     replicas(2, run)
 
@@ -709,6 +775,30 @@ def test_parameters_that_nobody_trains():
         return flat(model)
 
     assert torch.equal(*replicas(2, run))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: weight.flip(0),
+        lambda weight: weight[:, [1, 0, *range(2, weight.shape[1])]],
+        lambda weight: torch.cat([weight[2:4], weight[:2], weight[4:]]),
+        lambda weight: weight.view(-1).roll(1).view_as(weight),
+        lambda weight: torch.where(torch.arange(weight.numel()).view_as(weight) == 7, -weight, weight),
+    ],
+)
+def test_parameters_with_the_same_numbers_in_other_places_differ(change):
+    def run(rank, peers):
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            model = build().to(dtype)
+            with torch.no_grad():
+                if rank == 1:
+                    model[2].weight.copy_(change(model[2].weight).clone())
+            diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+            with pytest.raises(offbeat.Disagreement, match=r"'2\.weight' of rank 1 differs"):
+                diloco.step()
+
+    replicas(2, run)
 
 
 def test_gradients_in_other_layouts():

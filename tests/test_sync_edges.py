@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -531,6 +532,28 @@ def closures_that_differ(rank, world):
         assert torch.equal(*everyone(flat(model)))
 
 
+@scenario(2)
+def a_closure_on_one_rank_alone(rank, world):
+    """Both hear of it, and neither waits."""
+    for wrap, first in ((lambda model: model, 0), (lambda model: model, 2), (DistributedDataParallel, 0)):
+        model = make()
+        module = wrap(model)
+        local = offbeat.LocalSGD(sgd(model.parameters()), module, every=4, warmup=5, subgroup=None)
+
+        def closure(module=module, local=local):
+            local.zero_grad()
+            found = loss(module, batch(0, rank))
+            found.backward()
+            return found
+
+        for step in range(first):
+            train(module, local, range(step, step + 1), rank)
+        before = flat(model)
+        with pytest.raises(offbeat.Disagreement, match="closure is not the same on every rank: True on rank 0, False"):
+            local.step(closure) if rank == 0 else (closure(), local.step())
+        assert torch.equal(flat(model), before)
+
+
 @scenario(4)
 def levels_that_leave_a_rank_out(rank, world):
     """Every rank hears of it, also those whose own groups are right."""
@@ -546,9 +569,20 @@ def levels_that_leave_a_rank_out(rank, world):
 
 @scenario(2)
 def modules_that_are_wrapped_without_a_look_at_every_object(rank, world):
-    """DDP modules are known when they are made; a large program has millions of objects."""
+    """DDP modules are known when they are made or called; a large program has millions of objects."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gc.get_objects", lambda *args: pytest.fail("looked at every object"))
+        for copied in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+            wrapped = copied(DistributedDataParallel(make()))
+            for cls in (offbeat.LocalSGD, offbeat.DiLoCo):
+                local = cls(sgd(wrapped.module.parameters()), wrapped.module, every=2, subgroup=None)
+                loss(wrapped, batch(0, rank)).backward()
+                with pytest.raises(RuntimeError, match="is wrapped in DistributedDataParallel, but"):
+                    local.step()
+                del local
+            parent = nn.ModuleDict({"inside": wrapped})
+            with pytest.raises(ValueError, match="belong to a DistributedDataParallel module"):
+                offbeat.LocalSGD(sgd(parent.parameters()), parent, every=2, subgroup=None)
         model = make()
         local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, subgroup=None)
         loss(model, batch(0, rank)).backward()
@@ -557,7 +591,7 @@ def modules_that_are_wrapped_without_a_look_at_every_object(rank, world):
         local = offbeat.LocalSGD(sgd(late.parameters()), late, every=2, subgroup=None)
         wrapped = DistributedDataParallel(late)
         loss(wrapped, batch(0, rank)).backward()
-        with pytest.raises(RuntimeError, match="was wrapped in DistributedDataParallel after"):
+        with pytest.raises(RuntimeError, match="is wrapped in DistributedDataParallel, but"):
             local.step()
         with pytest.raises(ValueError, match="belong to a DistributedDataParallel module"):
             offbeat.LocalSGD(sgd(late.parameters()), late, every=2, subgroup=None)

@@ -47,6 +47,33 @@ def test_options_of_the_level_that_are_arguments_too(alone, wrap):
         wrap(inner, model, deadline=7.0, level={"deadline": 8.0})
     with pytest.raises(ValueError, match="nonfinite"):
         wrap(inner, model, nonfinite="ignore")
+    with pytest.raises(ValueError, match="every is given twice, as an argument and in level="):
+        wrap(inner, model, level={"every": 8})
+    with pytest.raises(TypeError, match=r"level must be a dictionary of options of offbeat.Level, but got 8"):
+        wrap(inner, model, level=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"fragments": None}, TypeError, "lists of parameter names that are not empty, but got None"),
+        ({"fragments": ("strided", 2, 3)}, TypeError, "lists of parameter names"),
+        ({"level": {"anchor_dtype": "bf16"}}, TypeError, "anchor_dtype must be a torch.dtype"),
+        ({"level": {"ordered": "yes"}}, TypeError, "ordered must be True or False"),
+        ({"outer": lambda groups: offbeat.SGD([nn.Parameter(torch.ones(2))], lr=1.0)}, ValueError, "would never move"),
+        ({"outer": torch.optim.LBFGS}, TypeError, r"a LBFGS, whose step\(\) needs a closure"),
+    ],
+)
+def test_options_of_diloco_that_make_no_sense(alone, options, error, words):
+    model = nn.Linear(3, 2)
+    with pytest.raises(error, match=words):
+        offbeat.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
+
+
+def test_levels_that_are_none(alone):
+    model = nn.Linear(3, 2)
+    with pytest.raises(TypeError, match=r"levels must be an offbeat.Level or a list of them, but got 3"):
+        offbeat.Replica(torch.optim.SGD(model.parameters(), lr=0.1), model, 3)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +98,14 @@ def test_options_of_the_level_that_are_arguments_too(alone, wrap):
         ({"snapshot": "disk"}, ValueError, "snapshot must be 'device' or 'cpu'"),
         ({"undo": "tape"}, ValueError, "undo must be one of"),
         ({"bucket_mb": 0}, ValueError, "bucket_mb must be a positive number"),
+        ({"bucket_mb": float("inf")}, ValueError, "bucket_mb must be a positive number"),
         ({"reduce_dtype": torch.int32}, ValueError, "floating-point"),
+        ({"reduce_dtype": "float32"}, TypeError, "reduce_dtype must be a torch.dtype such as torch.float32"),
+        ({"weighted": "no"}, TypeError, "weighted must be True or False, but got 'no'"),
+        ({"sync_init": 1}, TypeError, "sync_init must be True or False, but got 1"),
+        ({"mesh": 3}, TypeError, "mesh must be a DeviceMesh, but got 3"),
+        ({"group": 3}, TypeError, "group must be a process group or None, but got 3"),
+        ({"subgroup": 3}, TypeError, "group must be a process group or None, but got 3"),
         ({"buffers": "mean"}, ValueError, "buffers must be one of"),
         ({"state": "mean"}, ValueError, "state must be one of"),
     ],

@@ -37,19 +37,29 @@ OPTIMIZERS = {
 class Side:
     """One of the two, with a model of its own."""
 
-    def __init__(self, ours: bool, optimizer: str, averager: Any, warmup: int | None, subgroup: Any = None) -> None:
+    def __init__(
+        self,
+        ours: bool,
+        optimizer: str,
+        averager: Any,
+        warmup: int | None,
+        subgroup: Any = None,
+        *hook: bool,
+        split: Any = lambda model: model.parameters(),
+    ) -> None:
         self.model = make()
+        params = split(self.model)
         self.ddp = DistributedDataParallel(self.model)
         if warmup is not None:
             if ours:
-                self.state: Any = offbeat.PostLocalSGDState(None, subgroup, warmup)
-                self.ddp.register_comm_hook(self.state, offbeat.post_local_sgd_hook)
+                self.state: Any = offbeat.PostLocalSGDState(None, subgroup, warmup, *hook)
+                self.ddp.register_comm_hook(self.state, offbeat.post_localSGD_hook)
             else:
-                self.state = torch_hook.PostLocalSGDState(None, subgroup, warmup)
+                self.state = torch_hook.PostLocalSGDState(None, subgroup, warmup, *hook)
                 self.ddp.register_comm_hook(self.state, torch_hook.post_localSGD_hook)
         wrapper = offbeat.PostLocalSGDOptimizer if ours else TorchPostLocalSGDOptimizer
         self.averager = averager
-        self.optimizer: Any = wrapper(optim=OPTIMIZERS[optimizer](self.model.parameters()), averager=averager)
+        self.optimizer: Any = wrapper(optim=OPTIMIZERS[optimizer](params), averager=averager)
 
     def step(self, step: int, rank: int) -> None:
         loss(self.ddp, batch(step, rank)).backward()
@@ -109,6 +119,41 @@ def hierarchical(rank, world):
             for period, group in theirs.averager.period_process_group_dict.items():
                 mine = ours.averager.period_process_group_dict[period]
                 assert dist.get_process_group_ranks(mine) == dist.get_process_group_ranks(group)
+
+
+def groups_and_a_frozen_layer(model: Any) -> list[dict[str, Any]]:
+    """Several groups, with their own learning rates, and parameters that never have a gradient."""
+    model[2].requires_grad_(False)
+    return [
+        {"params": [model[0].weight], "lr": 0.02},
+        {"params": [*model[2].parameters(), model[0].bias]},
+        {"params": list(model[4].parameters()), "weight_decay": 0.1},
+    ]
+
+
+@scenario(4)
+def everything_together(rank, world):
+    """Hook, hierarchy of three levels, groups, parameters without gradients; also without any warm-up."""
+    subgroup, _ = dist.new_subgroups(group_size=2)
+    for warmup in (0, 3):
+        for hook in ((), (False,)):
+            sizes = OrderedDict([(1, 1), (2, 2), (3, 4)])
+            sides = []
+            for ours, module in ((True, offbeat), (False, torch_hierarchical)):
+                averager = module.HierarchicalModelAverager(sizes, warmup_steps=warmup)
+                sides.append(Side(ours, "adamw", averager, warmup, subgroup, *hook, split=groups_and_a_frozen_layer))
+            agreed = compare(*sides, range(13), rank, world)
+            assert agreed == [s < warmup or s % 3 == 0 for s in range(13)]
+            assert sides[0].state.iter == sides[1].state.iter == warmup
+
+
+@scenario(2)
+def local_from_the_first_step(rank, world):
+    """``start_localSGD_iter=0``, without gradients being averaged at any time."""
+    for split in (lambda model: model.parameters(), groups_and_a_frozen_layer):
+        ours = Side(True, "sgd", offbeat.PeriodicModelAverager(3), 0, None, False, split=split)
+        theirs = Side(False, "sgd", torch_averagers.PeriodicModelAverager(3), 0, None, False, split=split)
+        assert compare(ours, theirs, range(8), rank, world) == [s % 3 == 0 for s in range(8)]
 
 
 @scenario(2)

@@ -452,9 +452,9 @@ def divides_by_ranks_left(ddp: Any) -> bool:
     return bool(ddp._join_config.enable and not ddp._divide_by_initial_world_size)
 
 
-def is_inside_ddp() -> bool:
-    """Whether the forward pass of a DDP module is running."""
-    return DistributedDataParallel._active_ddp_module is not None
+def running_ddp() -> DistributedDataParallel | None:
+    """The DDP module whose forward pass is running."""
+    return DistributedDataParallel._active_ddp_module
 
 
 def is_joining(joinable: Any) -> bool:
@@ -873,7 +873,8 @@ PRIVATE: tuple[Private, ...] = (
     ),
     Private(
         "DistributedDataParallel._active_ddp_module", "whether a module runs inside a DDP module",
-        "overlap() raises", lambda: hasattr(DistributedDataParallel, "_active_ddp_module"), ("overlap",),
+        "overlap() and LocalSGD raise", lambda: hasattr(DistributedDataParallel, "_active_ddp_module"),
+        ("overlap", "sync"),
     ),
     Private(
         "Joinable._join_config", "whether ranks may run out of data", "DDP modules and LocalSGD's closures are refused",

@@ -195,7 +195,7 @@ class _RefuseDdp(ModuleHook):
     """A forward pre-hook."""
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any]) -> None:
-        if not torch.compiler.is_compiling() and _torch.is_inside_ddp():
+        if not torch.compiler.is_compiling() and _torch.running_ddp() is not None:
             raise RuntimeError(
                 "an overlapped module runs inside DistributedDataParallel, which has not reduced its gradients yet "
                 "when its parameters would be updated; pass the DistributedDataParallel module to overlap(): "

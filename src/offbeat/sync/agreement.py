@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from offbeat.sync.items import Digest, Item, describe, local_part
 from offbeat.wire.peers import Peers
@@ -20,7 +21,11 @@ __all__ = [
     "check_same_options",
     "check_same_values",
     "name_difference",
+    "vote",
 ]
+
+#: How many elements a fingerprint is made of at once: few enough for little memory.
+_PIECE = 1 << 20
 
 
 class Disagreement(RuntimeError):
@@ -148,6 +153,12 @@ def agree(
     )
 
 
+def vote(peers: Peers) -> None:
+    """Return only if every rank has got this far."""
+    flag = torch.ones(1, dtype=torch.int64, device=peers.device)
+    peers.all_reduce(flag, "min").wait()
+
+
 def name_difference(peers: Peers, items: Sequence[Item]) -> None:
     """Raise the same error on every rank: the first difference between their lists of items."""
     ranks, lists = peers.ranks, peers.gather_objects(describe(items))
@@ -178,12 +189,7 @@ def check_same_items(items: Sequence[Item], peers: Peers) -> None:
 def check_same_values(items: Sequence[Item], peers: Peers) -> None:
     """Raise on every rank unless the items have the same values on every rank."""
     ranks = peers.ranks
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = []
-    for item in items:
-        part = local_part(item.tensor).contiguous()
-        sums.append((item.name, int(part.view(-1).view(kinds[part.itemsize]).sum(dtype=torch.int64))))
-    lists = peers.gather_objects(sums)
+    lists = peers.gather_objects([(item.name, _fingerprint(local_part(item.tensor))) for item in items])
     if len({tuple(name for name, _ in rows) for rows in lists}) > 1:
         name_difference(peers, items)
     for rows in zip(*lists, strict=True):
@@ -194,6 +200,20 @@ def check_same_values(items: Sequence[Item], peers: Peers) -> None:
                 f"{ranks[0]}'s; use the same seed on every rank, pass sync_init=True to start from the first rank's "
                 "parameters, or wrap the module in DistributedDataParallel over all ranks"
             )
+
+
+def _fingerprint(part: Tensor) -> int:
+    """A number that depends on every element's bits and place: their sum, each multiplied by a number for its place."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = part.contiguous().view(-1).view(kinds[part.itemsize])
+    places = torch.arange(1, min(flat.numel(), _PIECE) + 1, device=flat.device)
+    for _ in range(2):  # products wrap around; shifting mixes their upper bits into the lower ones
+        places.mul_(0x2545F4914F6CDD1D).bitwise_xor_(places >> 31)
+    places.bitwise_or_(1)  # an even factor would lose the highest bit, which is the sign
+    total = 0
+    for piece in torch.split(flat, _PIECE) if flat.numel() else ():
+        total = (total * 0x5851F42D4C957F2D + int((piece * places[: len(piece)]).sum())) % 2**64
+    return total
 
 
 def check_same_options(options: Mapping[str, Any], peers: Peers) -> None:

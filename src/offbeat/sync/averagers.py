@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
 
 from offbeat._types import Group
-from offbeat.sync.agreement import agree
+from offbeat.sync.agreement import agree, vote
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Digest, Item
 from offbeat.sync.options import Undo
-from offbeat.sync.rounds import vote
 from offbeat.sync.warmup import check_warmup
 from offbeat.wire.groups import blocks, is_member, members, whole
 from offbeat.wire.peers import GroupPeers
@@ -71,7 +70,32 @@ class ModelAverager(TorchModelAverager):
             self._exchange.average(items, peers, shares, lambda: vote(peers))
 
 
-class PeriodicModelAverager(ModelAverager):
+class _ScheduledAverager(ModelAverager):
+    """Averages over the group that the schedule names after a step, once warm-up is over."""
+
+    warmup_steps: int
+
+    @abstractmethod
+    def _find_process_group(self) -> Any:
+        """The process group to average over after this step, or None."""
+
+    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
+        """Count a step, and average the parameters if the schedule says so.
+
+        Args:
+            params: parameters or parameter groups, the same on every rank.
+        """
+        given = list(params)
+        self._looked = check_warmup(self, given, self._looked)
+        try:
+            group = self._find_process_group() if self.step >= self.warmup_steps else None
+            if group is not None:
+                self._average(given, group)
+        finally:
+            self.step += 1  # even if a collective failed, so that all ranks count the same
+
+
+class PeriodicModelAverager(_ScheduledAverager):
     r"""Averages parameters every ``period`` steps after warm-up. A drop-in for torch's class of the same name.
 
     After step :math:`s` (from 0) parameters are averaged if :math:`s \ge w` and
@@ -123,22 +147,11 @@ class PeriodicModelAverager(ModelAverager):
             warnings.warn(_EVERY_STEP.format("period is 1"), stacklevel=2)
         self.period = period
 
-    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average the parameters if the schedule says so.
-
-        Args:
-            params: parameters or parameter groups, the same on every rank.
-        """
-        given = list(params)
-        self._looked = check_warmup(self, given, self._looked)
-        try:
-            if self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0:
-                self._average(given, self.process_group)
-        finally:
-            self.step += 1  # even if a collective failed, so that all ranks count the same
+    def _find_process_group(self) -> Any:
+        return self.process_group if (self.step - self.warmup_steps) % self.period == 0 else None
 
 
-class HierarchicalModelAverager(ModelAverager):
+class HierarchicalModelAverager(_ScheduledAverager):
     r"""Averages small groups often and large groups rarely. A drop-in for torch's class of the same name.
 
     After step :math:`s \ge w` parameters are averaged over the group of the largest period that divides :math:`s`.
@@ -212,25 +225,8 @@ class HierarchicalModelAverager(ModelAverager):
             self.period_process_group_dict[period] = blocks(self.process_group, group_size)
 
     def _find_process_group(self) -> Any:
-        """The process group to average over after this step, or None."""
         due = [period for period in self._periods if self.step % period == 0]
         return self.period_process_group_dict[due[-1]] if due else None
-
-    def average_parameters(self, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> None:
-        """Count a step, and average the parameters if the schedule says so.
-
-        Args:
-            params: parameters or parameter groups, the same on every rank.
-        """
-        given = list(params)
-        self._looked = check_warmup(self, given, self._looked)
-        try:
-            if self.step >= self.warmup_steps:
-                group = self._find_process_group()
-                if group is not None:
-                    self._average(given, group)
-        finally:
-            self.step += 1
 
 
 _EVERY_STEP = (

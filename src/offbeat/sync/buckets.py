@@ -6,6 +6,7 @@ the same dtype and device, and are exchanged in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -164,6 +165,6 @@ class Slots:
 
 def check_bucket_mb(bucket_mb: float) -> int:
     """``bucket_mb`` in bytes. Raises if it is not a positive number."""
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not bucket_mb > 0:
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)) or not 0 < bucket_mb < math.inf:
         raise ValueError(f"bucket_mb must be a positive number of megabytes, but got {bucket_mb!r}")
     return max((Slots.COUNT + 1) * _ALIGN, int(bucket_mb * 2**20))

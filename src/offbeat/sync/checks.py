@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,10 +26,10 @@ def check_levels(levels: Any, state: Any) -> list[Any]:
     """The levels as a list. Raises if they cannot be used together."""
     from offbeat.sync.level import Level
 
-    found: list[Any] = [levels] if isinstance(levels, Level) else list(levels)
+    found: list[Any] = [levels] if isinstance(levels, Level) or not isinstance(levels, Iterable) else list(levels)
     for level in found:
         if not isinstance(level, Level):
-            raise TypeError(f"levels must be a list of offbeat.Level, but got {level!r} in it")
+            raise TypeError(f"levels must be an offbeat.Level or a list of them, but got {level!r}")
     if not found:
         raise ValueError("there must be at least one level, but levels is empty")
     for i, level in enumerate(found):
@@ -133,19 +133,23 @@ def check_cover(ddp: DistributedDataParallel | None, params: Mapping[str, Tensor
             )
 
 
-def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, sharded: bool) -> None:
+def check_not_wrapped_since(params: Mapping[str, Tensor], wrapper: str, *, sharded: bool, in_ddp: bool) -> None:
     """Raise if parameters of a plain module have been given to DDP or FSDP2, which all ranks do together.
 
     Frameworks wrap the module after the optimizer is made. What they wrap it in averages gradients over all ranks at
     every step, so that replicas would never train by themselves.
+
+    Args:
+        sharded: whether the module was sharded when the wrapper was made.
+        in_ddp: whether the module has run inside a DDP module.
     """
     found = "fully_shard" if any(is_dtensor(p) for p in params.values()) and not sharded else None
-    if found is None and is_inside_ddp(list(params.values())):
+    if found is None and (in_ddp or is_inside_ddp(list(params.values()))):
         found = "DistributedDataParallel"
     if found is not None:
         raise RuntimeError(
-            f"the module was wrapped in {found} after {wrapper} was made, so that gradients are averaged over all "
-            "ranks at every step and replicas never train by themselves. Wrap the module first, then make the "
-            f"optimizer, then {wrapper}(optimizer, module) with the wrapped module"
+            f"the module is wrapped in {found}, but {wrapper} was made with the bare module, so that gradients are "
+            "averaged over all ranks at every step and replicas never train by themselves. Wrap the module first, then "
+            f"make the optimizer, then {wrapper}(optimizer, module) with the wrapped module"
             + (f": {DDP_IN_FRAMEWORKS}" if found == "DistributedDataParallel" else "")
         )

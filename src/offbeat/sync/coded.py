@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from offbeat.sync.agreement import Shares
+from offbeat.sync.copies import CopyRound
 from offbeat.sync.items import Item, local_part
-from offbeat.sync.rounds import Round, not_finite
+from offbeat.sync.meeting import not_finite
 from offbeat.wire.coded import CodedMean
 from offbeat.wire.peers import Peers
 
@@ -28,10 +29,8 @@ __all__ = ["Coded", "sizes_of"]
 ALIGN = 1 << 16
 
 
-class Coded(Round):
+class Coded(CopyRound):
     """Encodes differences from the anchor, in float32."""
-
-    is_copied = True
 
     def __init__(self, track: Track, step: int, *, done: bool = False, now: bool = False) -> None:
         super().__init__(track, step, done=done, now=now)
@@ -41,7 +40,7 @@ class Coded(Round):
         self._lost: Tensor | None = None
         self._lost_of: list[tuple[str, int]] = []
         self._flat: Tensor | None = None
-        params = set(self._names)
+        params = set(self.names)
         self._buffers = [item for item in self.items if item.name not in params]
         self._params = [item for item in self.items if item.name in params]
 
@@ -70,7 +69,8 @@ class Coded(Round):
             start += part.numel()
         return found
 
-    def _not_finite(self) -> list[str]:
+    def not_finite(self) -> list[str]:
+        """See :class:`~offbeat.sync.rounds.Round`."""
         buffers = zip(self._buffers, self.track.snapshot.views, strict=True)
         tensors = [(item.name, view) for item, view in [*self._views(), *buffers]]
         return not_finite(tensors, self.track.contents.masks)

@@ -24,8 +24,8 @@ class Contents:
     """The items of one optimizer and its module, the same on every rank.
 
     Parameters are included if they have ``requires_grad``, whether this rank has a gradient for them or not. A
-    parameter that has been averaged once stays included: if it were frozen between two averages, ranks would keep
-    different values.
+    parameter that replicas have trained by themselves stays included: if it were frozen before the next average, ranks
+    would keep different values.
 
     Args:
         state: policy for optimizer state.
@@ -44,6 +44,7 @@ class Contents:
         self._ever: Any = _torch.weak_table()
         self._digest, self._state_digest = Digest(), Digest()
         self._names: dict[int, tuple[Tensor, str]] = {}
+        self._trained: list[int] = []
         #: Names of buffers that may have infinite numbers.
         self.masks: set[str] = set()
 
@@ -117,10 +118,14 @@ class Contents:
         """Numbers that are equal on two ranks if their items and their state are."""
         return (*self._digest.of(items), *self._state_digest.of(state))
 
-    def mark_averaged(self) -> None:
-        """Include the current parameters in all averages from now on."""
-        for p in self.params().values():
-            self._ever[p] = True
+    def mark_trained(self) -> None:
+        """Include the parameters that have ``requires_grad`` now in all averages from now on."""
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        now = list(map(id, trained))
+        if now != self._trained:
+            self._trained = now
+            for p in trained:
+                self._ever[p] = True
 
     def reset_state(self) -> None:
         """After an average: reset state where the policy says so."""

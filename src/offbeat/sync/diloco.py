@@ -123,7 +123,8 @@ class DiLoCo(Replica):
             rate = default_outer_lr(found.replicas if found is not None else 1) if outer_lr is None else outer_lr
             return SGD(groups, lr=rate, momentum=outer_momentum, nesterov=outer_momentum > 0)
 
-        one = Level(
+        given = with_options(
+            level,
             every=every,
             outer=outer or nesterov,
             fragments=fragments,
@@ -132,9 +133,10 @@ class DiLoCo(Replica):
             mixing=mixing,
             codec=codec,
             error_feedback=error_feedback,
-            **with_options(level, deadline=deadline, nonfinite=nonfinite),
+            deadline=deadline,
+            nonfinite=nonfinite,
         )
-        super().__init__(opt, module, [one], warmup, **options)
+        super().__init__(opt, module, [Level(**given)], warmup, **options)
 
 
 def default_outer_lr(replicas: int) -> float:

@@ -55,10 +55,6 @@ class Driver:
             over.wait()
             self._under_way.pop(id(one), None)
 
-    def is_over(self, one: Round) -> bool:
-        """Whether the exchange of a round is over."""
-        return id(one) not in self._under_way or self._under_way[id(one)][1].is_set()
-
     def run(self, one: Round, **how: Any) -> None:
         """Exchange a round now, after those in the background that use the same connection."""
         for other, over in list(self._under_way.values()):

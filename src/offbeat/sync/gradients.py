@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.sync.agreement import Disagreement, Shares, name_difference
+from offbeat.sync.agreement import Disagreement, Shares, check_same_options, name_difference
 from offbeat.sync.buckets import flat_view
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Digest, Item, local_part
 from offbeat.wire.peers import Peers
 
-__all__ = ["GradientMean", "mean_loss"]
+__all__ = ["GradientMean", "check_same_closure", "mean_loss"]
 
 #: What a closure has returned.
 _NONE, _NUMBER, _ELSE = 0, 1, 2
@@ -66,6 +66,7 @@ class GradientMean:
         found: bool = False,
         absent: bool = False,
         again: bool = False,
+        in_closure: bool = False,
     ) -> bool:
         """Average gradients of these parameters over all peers.
 
@@ -76,6 +77,7 @@ class GradientMean:
             absent: this rank has no data: it takes part with zeros and keeps nothing.
             again: whether gradients have been averaged for this step before. Then they are averaged only if a rank has
                 got new ones since; a program may have clipped them in between.
+            in_closure: whether ``step(closure)`` asks for it, which must be the same on every rank.
 
         Returns:
             Whether a rank's gradients are not finite.
@@ -86,11 +88,13 @@ class GradientMean:
         bits = self._digest.of(items)
         # Of the same size on every rank, whatever ranks are about to do: the largest of all, and of all negated.
         is_new = not again or self._is_new or any(self._seen.get(id(p)) is not p.grad for p in params.values())
-        news = [int(found), int(is_new and not absent), *bits, *(-bit - 1 for bit in bits)]
+        same = (*bits, int(in_closure))
+        news = [int(found), int(is_new and not absent), *same, *(-number - 1 for number in same)]
         header = torch.tensor(news, dtype=torch.int64, device=device)
         peers.all_reduce(header, "max").wait()
         any_found, any_new, *most = header.tolist()
-        if most[:2] != [-bit - 1 for bit in most[2:]]:
+        if most[:3] != [-number - 1 for number in most[3:]]:
+            check_same_closure(in_closure, peers)
             name_difference(peers, items)
         self._is_new = False
         if not any_new:
@@ -140,6 +144,14 @@ def _in_layout_of(p: Tensor, g: Tensor) -> Tensor:
     if g.is_contiguous() if has_gaps else g.stride() == p.stride():
         return g
     return torch.empty_like(p, memory_format=torch.contiguous_format if has_gaps else torch.preserve_format).copy_(g)
+
+
+def check_same_closure(is_given: bool, peers: Peers) -> None:
+    """Raise on every rank unless all ranks have called ``step(closure)``, or all ``step()``.
+
+    With a closure ranks average its loss, too, and would wait for those that have none.
+    """
+    check_same_options({"whether step() is called with a closure": is_given}, peers)
 
 
 def mean_loss(loss: Any, peers: Peers) -> Any:

@@ -12,7 +12,16 @@ import torch
 from offbeat._names import ChecksNames
 from offbeat.sync.calendar import check_period
 from offbeat.sync.checks import in_words
-from offbeat.sync.options import Anchor, Every, Fragments, MakeOuter, NonFinite, Where
+from offbeat.sync.options import (
+    Anchor,
+    Every,
+    Fragments,
+    MakeOuter,
+    NonFinite,
+    Where,
+    check_bool,
+    check_float_dtype,
+)
 from offbeat.wire.codec import CodecSpec, make_codec
 
 __all__ = ["Level", "options_in_words"]
@@ -83,6 +92,7 @@ class Level(ChecksNames):
 
     def __post_init__(self) -> None:
         check_period(self.every, "every")
+        check_bool(eager=self.eager, ordered=self.ordered)
         if self.phase is not None:
             _whole("phase", self.phase, 1, "step")
         _whole("delay", self.delay, 0, "steps")
@@ -105,8 +115,7 @@ class Level(ChecksNames):
             raise ValueError(f"mixing must be at least 0 and less than 1, but got {self.mixing!r}")
         if self.deadline is not None and not (_is_number(self.deadline) and self.deadline > 0):
             raise ValueError(f"deadline must be a positive number of seconds, but got {self.deadline!r}")
-        if self.anchor_dtype is not None and not self.anchor_dtype.is_floating_point:
-            raise ValueError(f"anchor_dtype must be a floating-point dtype, but got {self.anchor_dtype}")
+        check_float_dtype("anchor_dtype", self.anchor_dtype)
         self._check_fragments()
         self._check_wire()
         if self.nonfinite == "leave_out" and self.parts > 1:
@@ -121,8 +130,6 @@ class Level(ChecksNames):
             )
 
     def _check_eager(self) -> None:
-        if not isinstance(self.eager, bool):
-            raise TypeError(f"eager must be True or False, but got {self.eager!r}")
         if not self.eager:
             return
         if self.outer is None:
@@ -143,9 +150,9 @@ class Level(ChecksNames):
     def _check_fragments(self) -> None:
         if isinstance(self.fragments, int):
             _whole("fragments", self.fragments, 1, "part")
-        elif isinstance(self.fragments, tuple) and self.fragments[:1] == ("strided",):
-            _whole("fragments[1]", self.fragments[-1], 1, "part")
-        elif isinstance(self.fragments, str) or not all(_is_list_of_names(part) for part in self.fragments):
+        elif isinstance(self.fragments, tuple) and len(self.fragments) == 2 and self.fragments[0] == "strided":
+            _whole("fragments[1]", self.fragments[1], 1, "part")
+        elif not isinstance(self.fragments, Sequence) or not all(map(_is_list_of_names, self.fragments)):
             raise TypeError(
                 'fragments must be a number, ("strided", number), or lists of parameter names that are not empty, but '
                 f"got {self.fragments!r}"

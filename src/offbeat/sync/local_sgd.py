@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from offbeat._types import CommHook
 from offbeat.sync.calendar import check_period
 from offbeat.sync.level import Level
-from offbeat.sync.options import Buffers, Levels, NonFinite, Ranks, Snapshot, State, Undo, Warmup
+from offbeat.sync.options import Levels, NonFinite, ReplicaOptions, Warmup
 from offbeat.sync.replica import Replica
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 __all__ = ["LocalSGD"]
 
@@ -38,13 +37,10 @@ class LocalSGD(Replica):
         module: the module it trains: DDP, plain, or ``fully_shard``-ed. DDP averages gradients during backward. For
             other modules ``step()`` does; to clip averaged gradients, call :meth:`average_gradients` first.
         every: the number of steps between averages; or a function of the step that returns it; or levels, lowest
-            first, as a mapping from period to group (a size, a process group, or names of dimensions of ``mesh``). The
+            first, as a mapping from period to group (a size, a process group, or names of dimensions of ``mesh=``). The
             last level must reach every rank. After a step only the highest level that is due is averaged.
         warmup: the number of steps with globally averaged gradients; or a function of the step that returns whether
             warm-up continues, called until it returns False.
-        group: the ranks that take part: all if None, or for sharded modules those that hold the same shards.
-        subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
-        mesh: the DeviceMesh whose dimensions ``every`` names.
         delay: 0 averages immediately. :math:`k > 0` averages a copy in the background, and :math:`k` steps later adds
             the difference: :math:`x_i(t+k) \leftarrow x_i(t+k) + (1 - \alpha) (\bar x(t) - x_i(t))`.
         mixing: :math:`\alpha`, how much of the difference is left out; by default none. With a delay of most of the
@@ -52,19 +48,8 @@ class LocalSGD(Replica):
         deadline: how many seconds a collective may take; by default the process group's timeout.
         nonfinite: what to do if a replica has parameters that are not finite: ``"raise"``, ``"leave_out"`` or
             ``"skip"``; see :class:`offbeat.Level`.
-        state: what an average does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from keys
-            to these. See :class:`offbeat.Replica`.
-        buffers: what an average does to the module's persistent buffers: ``"average"``, ``"broadcast"`` (the first
-            rank's) or ``"keep"``.
-        weighted: weigh ranks by the amounts given to :meth:`seen`, instead of equally.
-        sync_init: start from the first rank's parameters and buffers on every rank.
-        comm_hook: a communication hook for DDP whose state is a process group, called as
-            ``comm_hook(group, bucket)``.
-        bucket_mb: the memory for buckets, in MiB.
-        reduce_dtype: the dtype to average parameters in, if it is wider than their own.
-        snapshot: where to keep the copies of averages in the background: ``"device"`` or ``"cpu"``.
-        undo: where the old values of parameters are kept until an average has succeeded: ``"disk"``, ``"memory"``,
-            ``"off"``, or ``"auto"``: on disk for parameters in CPU memory, in CPU memory for others.
+        options: further options of :class:`offbeat.Replica`: ``group``, ``subgroup``, ``mesh``, ``state``, ``buffers``,
+            ``weighted``, ``sync_init``, ``comm_hook``, ``bucket_mb``, ``reduce_dtype``, ``snapshot`` and ``undo``.
 
     Example:
         >>> import torch, torch.distributed as dist, offbeat
@@ -90,22 +75,11 @@ class LocalSGD(Replica):
         every: Levels = 8,
         warmup: Warmup = 0,
         *,
-        group: Ranks | None = None,
-        subgroup: Literal["node"] | Ranks | None = "node",
-        mesh: DeviceMesh | None = None,
         delay: int = 0,
         mixing: float | None = None,
         deadline: float | None = None,
         nonfinite: NonFinite = "raise",
-        state: State | Mapping[str, State] = "keep",
-        buffers: Buffers = "average",
-        weighted: bool = False,
-        sync_init: bool = False,
-        comm_hook: CommHook | None = None,
-        bucket_mb: float = 64,
-        reduce_dtype: torch.dtype | None = None,
-        snapshot: Snapshot = "device",
-        undo: Undo = "auto",
+        **options: Unpack[ReplicaOptions],
     ) -> None:
         levels = [
             Level(
@@ -119,24 +93,7 @@ class LocalSGD(Replica):
             )
             for period, where in _pairs(every)
         ]
-        super().__init__(
-            opt,
-            module,
-            levels,
-            warmup,
-            group=group,
-            subgroup=subgroup,
-            mesh=mesh,
-            state=state,
-            buffers=buffers,
-            weighted=weighted,
-            sync_init=sync_init,
-            comm_hook=comm_hook,
-            bucket_mb=bucket_mb,
-            reduce_dtype=reduce_dtype,
-            snapshot=snapshot,
-            undo=undo,
-        )
+        super().__init__(opt, module, levels, warmup, **options)
 
 
 def _pairs(every: Any) -> list[tuple[Any, Any]]:

@@ -26,6 +26,8 @@ def peers_of(group: Any) -> Peers:
             "the optimizer on the ranks of the group only"
         )
     group = whole(group)
+    if not is_group(group):
+        raise TypeError(f"group must be a process group or None, but got {group!r}")
     return GroupPeers(group, members(group))
 
 
@@ -43,6 +45,8 @@ def connect_levels(levels: Sequence[Level], everyone: Peers, mesh: Any, *, quiet
     given: list[list[int]] = []
     problem: Exception | None = None
     try:
+        if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+            raise TypeError(f"mesh must be a DeviceMesh, but got {mesh!r}")
         given = [_ranks(level, everyone, mesh) for level in levels]
         _check_order(levels, given)
     except (TypeError, ValueError) as error:  # perhaps of this rank alone, and the others must not wait for it

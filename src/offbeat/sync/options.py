@@ -32,6 +32,8 @@ __all__ = [
     "Undo",
     "Warmup",
     "Where",
+    "check_bool",
+    "check_float_dtype",
     "with_options",
 ]
 
@@ -104,12 +106,33 @@ class SlowMoLevelOptions(LevelOptions, total=False):
     error_feedback: float | None
 
 
-def with_options(level: Any, **given: Any) -> dict[str, Any]:
-    """The options of a level, with those that were given as arguments of their own (None: not given)."""
+def with_options(level: Any, *, deadline: float | None, nonfinite: str | None, **given: Any) -> dict[str, Any]:
+    """The options of a level: those of ``level=``, and those that are arguments of their own.
+
+    Args:
+        deadline: None if it was not given as an argument; the same for ``nonfinite``.
+    """
+    if level is not None and not isinstance(level, Mapping):
+        raise TypeError(f"level must be a dictionary of options of offbeat.Level, but got {level!r}")
     found = dict(level or {})
-    for name, value in given.items():
-        if value is not None:
-            if name in found:
-                raise ValueError(f"{name} is given twice, as an argument and in level=; leave one of them out")
-            found[name] = value
-    return found
+    optional = {"deadline": deadline, "nonfinite": nonfinite}
+    given.update({name: value for name, value in optional.items() if value is not None})
+    for name in given:
+        if name in found:
+            raise ValueError(f"{name} is given twice, as an argument and in level=; leave it out of level=")
+    return {**found, **given}
+
+
+def check_bool(**options: Any) -> None:
+    """Raise unless all of these are True or False."""
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, but got {value!r}")
+
+
+def check_float_dtype(name: str, dtype: Any) -> None:
+    """Raise unless this is None or a floating-point dtype."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype such as torch.float32, but got {dtype!r}")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"{name} must be a floating-point dtype, but got {dtype}")

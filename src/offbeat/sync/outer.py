@@ -7,6 +7,7 @@ optimizer makes of it is the new anchor.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,12 +71,29 @@ class Outer:
             optimizer = self._level.outer(made)
             if not isinstance(optimizer, Optimizer):
                 raise TypeError(f"outer must return a torch.optim.Optimizer, but it returned {optimizer!r}")
+            self._check_made(optimizer, made)
             self.optimizer = optimizer
         else:
             now = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "params"}
             for group in made:  # with the options that are in force now, such as a scheduled learning rate
                 self.optimizer.add_param_group({**now, **group})
         self._names += groups
+
+    def _check_made(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Raise if the optimizer that ``outer`` has made cannot move the anchors that it was given."""
+        given = [id(a) for group in groups for a in group["params"]]
+        if [id(a) for group in optimizer.param_groups for a in group["params"]] != given:
+            raise ValueError(
+                f"outer returned a {type(optimizer).__name__} that does not have the parameters it was given, so that "
+                "anchors would never move; make it with the argument of outer, as in "
+                "outer=lambda groups: offbeat.SGD(groups, lr=0.7)"
+            )
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TypeError(
+                f"outer returned a {type(optimizer).__name__}, whose step() needs a closure, but there is none for an "
+                "outer step; use another optimizer, such as offbeat.SGD"
+            )
 
     def _anchor(self, p: Tensor) -> Tensor:
         part = local_part(p)
@@ -195,7 +213,9 @@ class Outer:
             return
         self.note_rates()
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            group["inner_lr"] = self._rates[names[0]]
+            rates = [self._rates[name] for name in names if name in self._rates]
+            if rates:  # else all of them were frozen before the first step
+                group["inner_lr"] = rates[0]
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors and the state of the outer optimizer."""
@@ -223,6 +243,15 @@ class Outer:
 
     def check_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
         """Raise if this cannot be loaded."""
+        if isinstance(self.optimizer, RuleOptimizer):
+            saved = {_plain(key) for entry in state["optimizer"]["state"].values() for key in entry}
+            known = {_plain(slot.key) for group in self.optimizer.param_groups for slot in self.optimizer._slots(group)}
+            if saved - known:
+                raise ValueError(
+                    f"the checkpoint has state of another outer optimizer, {sorted(saved - known)}, and here it is a "
+                    f"{type(self.optimizer).__name__.lstrip('_')}; nothing was changed. Load it with the outer "
+                    "optimizer it was saved with"
+                )
         for name, anchor in state["anchors"].items():
             found = tuple(local_part(params[name]).shape) if name in params else tuple(anchor.shape)
             if found != tuple(anchor.shape):
@@ -230,6 +259,11 @@ class Outer:
                     f"the checkpoint has an anchor for {name!r} of shape {tuple(anchor.shape)}, but this model has "
                     f"{found}; nothing was changed. Load the checkpoint into the model it was saved from"
                 )
+
+
+def _plain(key: str) -> str:
+    """The key of a state in any ``state_dtype``."""
+    return key.removesuffix("_8bit").removesuffix("_scale")
 
 
 def _without(saved: Mapping[str, Any], groups: Sequence[Sequence[str]], kept: set[str]) -> dict[str, Any]:

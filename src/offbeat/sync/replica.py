@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from offbeat import _torch, frameworks
 from offbeat._types import CommHook
 from offbeat.ddp import is_inside_ddp
-from offbeat.optim.checkpoint import check_state_dict
 from offbeat.overlap.handle import overlap_of
-from offbeat.sync.agreement import check_same_items, check_same_options, check_same_values
+from offbeat.sync.agreement import check_same_options
 from offbeat.sync.attach import attach
 from offbeat.sync.buckets import check_bucket_mb
 from offbeat.sync.buffer_policy import check_buffers
@@ -27,25 +26,23 @@ from offbeat.sync.checks import (
     check_cover,
     check_levels,
     check_module,
-    check_not_wrapped_since,
     find_subgroup,
     in_words,
 )
 from offbeat.sync.contents import Contents
 from offbeat.sync.eager import check_linear
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.gradients import GradientMean, mean_loss
-from offbeat.sync.items import Item, local_part
-from offbeat.sync.joining import ReplicaJoinHook
+from offbeat.sync.gradients import GradientMean, check_same_closure, mean_loss
+from offbeat.sync.hooks import BeforeForward, Guard, ReplicaJoinHook, refuse_wrapped_state
 from offbeat.sync.level import Level, options_in_words
 from offbeat.sync.members import connect_all, connect_levels, peers_of
-from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup
+from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup, check_bool, check_float_dtype
+from offbeat.sync.start import Start
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks
 from offbeat.sync.words import block, bytes_in_words, level_in_words, number_of, ranks_in_words, warmup_in_words
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import replica_group
-from offbeat.wire.peers import GroupPeers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -135,8 +132,8 @@ class Replica(OptimizerWrapper, Joinable):
         check_buffers(buffers)
         if snapshot not in ("device", "cpu"):
             raise ValueError(f"snapshot must be 'device' or 'cpu', but got {snapshot!r}")
-        if reduce_dtype is not None and not reduce_dtype.is_floating_point:
-            raise ValueError(f"reduce_dtype must be a floating-point dtype, but got {reduce_dtype}")
+        check_float_dtype("reduce_dtype", reduce_dtype)
+        check_bool(weighted=weighted, sync_init=sync_init)
         entries = [
             Entry(
                 level.every,
@@ -152,7 +149,8 @@ class Replica(OptimizerWrapper, Joinable):
         exchanges = [Exchange(bucket_bytes, reduce_dtype, undo, ordered=level.ordered) for level in levels]
         super().__init__(opt)
         Joinable.__init__(self)
-        module = _torch.inner_module(frameworks.inner_module(module))
+        called = frameworks.inner_module(module)
+        module = _torch.inner_module(called)
         params = [p for one in opt.param_groups for p in one["params"]]
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = peers_of(group)
@@ -200,14 +198,15 @@ class Replica(OptimizerWrapper, Joinable):
             shards=shards,
             share=1 / self.replicas,
         )
+        self._anchors = self._tracks.anchors
         self._top = len(levels) - 1
         self._levels, self._level_peers = levels, peers
         self._gradient_mean: GradientMean | None = None
-        self._begun = self._anchored = self._made_equal = False
-        self._looked_at_module, self._sharded = False, sharded
+        self._made_equal = False
         self._averaged_before = False  # whether gradients have been averaged since the last step
-        self._missed_warmup = False  # whether this rank has run out of data during warm-up
+        self._compared_closures = False  # whether ranks know that all call step() with a closure, or all without
         self._ddp = module if isinstance(module, DistributedDataParallel) else None
+        self._start = Start(self._contents, self._anchors, self._calendar, self._everyone, self._ddp, sharded=sharded)
         handle = overlap_of(opt)
         check_cover(self._ddp, self._contents.params(), self._everyone.size)
         if not self._contents.params():
@@ -218,25 +217,24 @@ class Replica(OptimizerWrapper, Joinable):
         for level in levels:  # raises if there are too few parameters for its fragments
             level.cut({name: p.numel() for name, p in self._contents.params().items()}, self._contents.frozen())
         if sync_init:
-            self._start_from_the_first()
-        self._tracks.follow()
+            self._start.from_the_first()
+        self._anchors.follow()
         self._check_outers(within)
-        if self._tracks.has_outer:
-            forward = module.register_forward_pre_hook(_BeforeForward(self))
-            weakref.finalize(self, forward.remove).atexit = False
         if self._ddp is not None:
             attach(self, self._ddp, comm_hook)
         else:
             self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
         self._is_stepping = False
-        guard = opt.register_step_pre_hook(_Guard(self))
-        weakref.finalize(self, guard.remove).atexit = False
-        loading = opt.register_load_state_dict_pre_hook(_refuse_wrapped_state)
-        weakref.finalize(self, loading.remove).atexit = False
+        for hook in (
+            called.register_forward_pre_hook(BeforeForward(self)),
+            opt.register_step_pre_hook(Guard(self)),
+            opt.register_load_state_dict_pre_hook(refuse_wrapped_state),
+        ):
+            weakref.finalize(self, hook.remove).atexit = False
         weakref.finalize(self, self._tracks.close).atexit = False
 
     def _check_outers(self, within: Any) -> None:
-        if not self._tracks.has_outer:
+        if not self._anchors:
             return
         made = [one for one in self.outers if one is not None]
         for level, one in zip(self._levels, self.outers, strict=True):
@@ -305,17 +303,18 @@ class Replica(OptimizerWrapper, Joinable):
     @property
     def outer(self) -> Optimizer | None:
         """The outer optimizer of the highest level that has one. Its ``param_groups`` are live: schedule them."""
-        found = [outer.optimizer for outer in self._tracks.outers if outer is not None]
+        found = [outer.optimizer for outer in self._anchors.outers if outer is not None]
         return found[-1] if found else None
 
     @property
     def outers(self) -> list[Optimizer | None]:
         """The outer optimizer of each level, or None."""
-        return [None if outer is None else outer.optimizer for outer in self._tracks.outers]
+        return [None if outer is None else outer.optimizer for outer in self._anchors.outers]
 
     def anchors(self, level: int = -1) -> dict[str, Tensor]:
         """The anchors of a level by parameter name: where the outer optimizer is, the same on every rank."""
-        return dict(self._tracks.anchors(level))
+        outer = self._anchors.outers[level]
+        return {} if outer is None else dict(outer.anchors)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -332,11 +331,13 @@ class Replica(OptimizerWrapper, Joinable):
             return self._create_state()
         with self._scaled_step():
             Join.notify_join_context(self)
-            self._begin()
+            self._start.begin(type(self).__name__)
             self._made_equal = False
-            self._tracks.note_rates()
+            self._anchors.note_rates()
             self._is_stepping = True
             try:
+                if closure is None:
+                    self._compare_closures(False)
                 loss = self._step_inner(closure)
             finally:
                 self._is_stepping = self._averaged_before = False
@@ -364,7 +365,7 @@ class Replica(OptimizerWrapper, Joinable):
 
     def sync(self) -> None:
         """Let all replicas agree now, independently of the calendar. Call it on every rank, after the same step."""
-        self._anchor_between_steps()
+        self._start.between_steps()
         self._tracks.now(self._calendar.step)
         self._calendar.exchanged_already()
         self._made_equal = True
@@ -373,14 +374,15 @@ class Replica(OptimizerWrapper, Joinable):
         """Call it when this rank has no data left: takes part in rounds until all ranks are done.
 
         A rank has a weight in the round after its last step, and none after that. When this method returns, all
-        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. During warm-up, and if other
-        ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module and
-        this optimizer instead, because there are collectives at every step.
+        replicas are equal, and :attr:`steps` is the largest number of steps of any rank. (If ``nonfinite="skip"`` has
+        skipped the last round, which warns, replicas still differ and :attr:`agreed` is False.) During warm-up, and if
+        other ranks of the node still average gradients, use ``torch.distributed.algorithms.Join`` with the DDP module
+        and this optimizer instead, because there are collectives at every step.
         """
-        if not self._calendar.is_local or (self._everyone.size == 1 and not self._tracks.has_outer):
+        if not self._calendar.is_local or (self._everyone.size == 1 and not self._anchors):
             self._tracks.land()
             return
-        self._anchor_at_the_end()
+        self._start.at_the_end()
         made = self._calendar.step
         while True:
             due = self._calendar.due()
@@ -435,7 +437,7 @@ class Replica(OptimizerWrapper, Joinable):
             "replicas": self.replicas,
             "agreed": self.agreed,
             **calendar,
-            **self._tracks.state_dict(anchored=self._anchored),
+            **self._tracks.state_dict(anchored=self._start.is_anchored),
             "averaged": self._contents.averaged(),
         }
         return self._finish_state_dict({**self._inner_state_dict(), "step": step, "replica": mine})
@@ -457,8 +459,8 @@ class Replica(OptimizerWrapper, Joinable):
                 stacklevel=2,
             )
         self._calendar.load_state_dict({**mine, "step": step or 0})
-        self._anchored = self._tracks.load_state_dict(mine)
-        self._begun, self._made_equal = bool(step), bool(mine.get("agreed"))
+        self._start.load(begun=bool(step), anchored=self._tracks.load_state_dict(mine))
+        self._made_equal = bool(mine.get("agreed"))
         if not mine.get("agreed", True) and mine["replica"] != self._replica() and self.replicas > 1:
             warnings.warn(
                 f"this state was saved by replica {mine['replica']} of {mine['replicas']} after step {step}, between "
@@ -493,9 +495,10 @@ class Replica(OptimizerWrapper, Joinable):
     def _shadow_step(self) -> None:
         """On a rank without data: take part in the collectives of one step of the other ranks."""
         if not self._calendar.settle():
-            self._missed_warmup = True
+            self._start.missed_warmup = True
             self._tracks.stay()
-        self._begin()
+        self._start.begin(type(self).__name__)
+        self._compare_closures(False)
         peers = self._gradient_peers()
         if self._gradient_mean is not None and peers is not None:
             self._gradient_mean.average(self._contents.params(), peers, absent=True)
@@ -508,89 +511,9 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _last_average(self) -> None:
         """Agree after the last step of all ranks."""
-        self._anchor_between_steps()
+        self._start.between_steps()
         for part in self._tracks.parts(self._top):
             self._tracks.take_part(self._calendar.step, self._top, part, may_be_last=True)
-
-    def _begin(self) -> None:
-        """Before the first step, and before the first local one: see to it that replicas are equal."""
-        if not self._looked_at_module:
-            self._looked_at_module = True
-            if self._ddp is None and self._everyone.size > 1 and isinstance(self._everyone, GroupPeers):
-                check_not_wrapped_since(self._contents.params(), type(self).__name__, sharded=self._sharded)
-        if not self._begun:
-            self._begun = True
-            others = self._gradient_mean is not None
-            if self._ddp is not None:
-                others = _size(self._ddp.process_group) < self._everyone.size
-            if others and not self._calendar.settle() and self._calendar.step == 0:
-                self._check_equal()
-        if not self._tracks.has_outer:
-            return
-        if not self._anchored and self._calendar.settle():
-            handle = overlap_of(self.optim)
-            if handle is None or not handle.has_updated:  # else parameters have moved since the forward pass
-                self._tracks.refresh()
-            self._anchored = True
-            if self._everyone.size > 1:
-                self._check_anchors(is_stepping=True)
-        elif self._anchored:
-            self._tracks.follow()
-
-    def _anchor_at_the_end(self) -> None:
-        """On a rank that has no data left, and may never have had any: others compare their anchors with it."""
-        if not self._tracks.has_outer or self._anchored:
-            return
-        self._tracks.refresh()
-        if self._everyone.size > 1:
-            self._anchored = self._check_anchors(is_stepping=False)
-
-    def _check_anchors(self, *, is_stepping: bool) -> bool:
-        """All ranks have the same anchors. One without data has missed steps of the warm-up, and takes the others'.
-
-        Returns:
-            Whether any rank is about to make a local step.
-        """
-        found = self._everyone.gather_objects((self._missed_warmup, is_stepping))
-        late = [missed for missed, _ in found]
-        if any(late) and not all(late):
-            root = late.index(False)
-            for item in self._tracks.anchor_items():
-                value = item.tensor.to(self._everyone.device, copy=True).contiguous()
-                self._everyone.broadcast(value, root).wait()
-                if self._missed_warmup:
-                    item.tensor.copy_(value)
-            if self._missed_warmup:
-                self._tracks.go_to_anchors()
-        check_same_values(self._tracks.anchor_items() + self._contents.frozen_items(), self._everyone)
-        return any(stepping for _, stepping in found)
-
-    def _before_forward(self) -> None:
-        """Anchors are the parameters that a first local step starts from; an overlapped one is made in backward."""
-        if self._anchored:
-            self._tracks.follow()
-        elif self._calendar.is_local:
-            self._tracks.refresh()
-
-    def _anchor_between_steps(self) -> None:
-        """Before a round that no local step has led to: the parameters are where everybody starts from."""
-        if self._tracks.has_outer and not self._anchored:
-            self._tracks.refresh()
-
-    def _check_equal(self) -> None:
-        if self._everyone.size > 1:
-            params = [Item(name, p) for name, p in self._contents.params().items()]
-            check_same_values(params + self._contents.frozen_items(), self._everyone)
-
-    @torch.no_grad()
-    def _start_from_the_first(self) -> None:
-        items = [*self._contents.all_items(), *self._contents.buffers()]
-        check_same_items(items, self._everyone)
-        for item in items:
-            part = local_part(item.tensor)
-            value = part.to(self._everyone.device, copy=True).contiguous()
-            self._everyone.broadcast(value, 0).wait()
-            part.copy_(value)
 
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
@@ -602,7 +525,8 @@ class Replica(OptimizerWrapper, Joinable):
             )
         if self._everyone.size == 1:
             return
-        if is_inside_ddp(list(self._contents.params().values())):
+        inside = is_inside_ddp(list(self._contents.params().values()))
+        if inside or any(isinstance(part, DistributedDataParallel) for part in module.modules()):
             raise ValueError(
                 "parameters of this module belong to a DistributedDataParallel module, which would still average their "
                 "gradients over all ranks at every step; pass the DistributedDataParallel module: "
@@ -612,6 +536,7 @@ class Replica(OptimizerWrapper, Joinable):
             self._gradient_mean = GradientMean(bucket_bytes)
             self._gradient_mean.watch(self._contents.params())
             weakref.finalize(self, self._gradient_mean.remove).atexit = False
+            self._start.averages_gradients = True
         elif self._subgroup is not None or self._calendar.warmup != 0:
             raise ValueError(
                 "the optimizer is overlapped and the module is not in DistributedDataParallel, so gradients are used "
@@ -632,75 +557,35 @@ class Replica(OptimizerWrapper, Joinable):
         def averaged() -> Any:
             with torch.enable_grad():
                 loss = closure()
+            self._compare_closures(True)
             self._averaged_before = False
-            self.average_gradients()
+            self._reduce_gradients(False, in_closure=True)
             return mean_loss(loss, peers)
 
         return averaged
+
+    def _compare_closures(self, is_given: bool) -> None:
+        """With DDP, which averages gradients itself: at the first step, after backward, ask whether all have a closure.
+
+        Without DDP ranks ask at every step, when they average gradients.
+        """
+        peers = self._gradient_peers()
+        if self._ddp is None or self._compared_closures or peers is None or peers.size == 1:
+            return
+        check_same_closure(is_given, peers)
+        self._compared_closures = True
 
     @property
     def _reduces_gradients(self) -> bool:
         return self._gradient_mean is not None and self._gradient_peers() is not None
 
-    def _reduce_gradients(self, found: bool) -> bool:
+    def _reduce_gradients(self, found: bool, in_closure: bool = False) -> bool:
         peers = self._gradient_peers()
         if self._gradient_mean is None or peers is None:
             return found
         params, again = self._contents.params(), self._averaged_before
         self._averaged_before = True
         # If one rank has inf or NaN in its gradients, so has every rank after averaging.
-        found = self._gradient_mean.average(params, peers, found=found, again=again)
+        found = self._gradient_mean.average(params, peers, found=found, again=again, in_closure=in_closure)
         self._gradient_mean.keep_in_mind(params)
         return found
-
-
-def _refuse_wrapped_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    check_state_dict(state_dict, type(optimizer).__name__)
-
-
-def _size(group: Any) -> int:
-    return peers_of(group).size
-
-
-class _BeforeForward:
-    """A forward pre-hook that does not keep the optimizer alive."""
-
-    def __init__(self, wrapper: Replica) -> None:
-        self._wrapper = weakref.ref(wrapper)
-
-    def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        wrapper = self._wrapper()
-        if wrapper is not None:
-            wrapper._before_forward()
-
-
-class _Guard:
-    """Runs before the inner optimizer's step and raises if LocalSGD did not call it: nothing would be averaged."""
-
-    def __init__(self, wrapper: Replica) -> None:
-        self._wrapper = weakref.ref(wrapper)
-
-    @property
-    def reads_gradients(self) -> str | None:
-        """Why ``overlap()`` must refuse the inner optimizer, if so; see :class:`offbeat.overlap.ReadsGradients`."""
-        wrapper = self._wrapper()
-        if wrapper is None or wrapper._gradient_mean is None:
-            return None
-        name = type(wrapper).__name__
-        return (
-            f"{name} averages this optimizer's gradients in step(), after overlap() would have used them; call "
-            f"overlap() first, then {name}(..., warmup=0, subgroup=None), or wrap the module in "
-            "DistributedDataParallel"
-        )
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        wrapper = self._wrapper()
-        if wrapper is None or wrapper._is_stepping:
-            return
-        handle = overlap_of(optimizer)
-        if handle is None or not handle.is_stepping:
-            name = type(wrapper).__name__
-            raise RuntimeError(
-                f"step() was called on the {type(optimizer).__name__} inside {name}, so that replicas would never "
-                f"agree; call step() on {name} (and pass {name} to the scaler), or delete {name} first"
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -76,5 +76,5 @@ class SlowMo(Replica):
         **options: Unpack[ReplicaOptions],
     ) -> None:
         outer = functools.partial(_SlowMomentum, lr=slow_lr, momentum=slow_momentum)
-        more: Any = with_options(level, deadline=deadline, nonfinite=nonfinite)
-        super().__init__(opt, module, [Level(every=every, outer=outer, **more)], warmup, **options)
+        given = with_options(level, every=every, outer=outer, deadline=deadline, nonfinite=nonfinite)
+        super().__init__(opt, module, [Level(**given)], warmup, **options)

@@ -11,12 +11,13 @@ from torch import Tensor
 from offbeat.sync.agreement import Shares
 from offbeat.sync.coded import Coded
 from offbeat.sync.contents import Contents
+from offbeat.sync.copies import OnCopy
 from offbeat.sync.eager import Eager
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
 from offbeat.sync.outer import Outer
-from offbeat.sync.rounds import InPlace, OnCopy, Round
+from offbeat.sync.rounds import InPlace, Round
 from offbeat.sync.snapshot import Snapshot
 from offbeat.wire.codec import make_codec
 from offbeat.wire.peers import Peers
@@ -44,6 +45,7 @@ class Track:
     Attributes:
         seen: the amount of data since the last round.
         moved: whether this rank has made a step since the last round.
+        skipped: whether the last round was skipped, so that replicas still differ.
         rounds: how many rounds have been completed.
         flight: the round in the background, if there is one.
         residual: what encoding has lost so far.
@@ -71,7 +73,7 @@ class Track:
         self._weighted = weighted
         self.snapshot = Snapshot(copies)
         self.codec = make_codec(level.codec)
-        self.seen, self.moved, self.rounds = 0.0, False, 0
+        self.seen, self.moved, self.skipped, self.rounds = 0.0, False, False, 0
         self.flight: Round | None = None
         self.residual: Tensor | None = None
         self.residual_of: list[tuple[str, int]] = []

@@ -7,22 +7,18 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from offbeat.sync.agreement import Shares
-from offbeat.sync.coded import sizes_of
+from offbeat.sync.anchors import Anchors
 from offbeat.sync.contents import Contents
 from offbeat.sync.driver import Driver
-from offbeat.sync.eager import Eager
 from offbeat.sync.exchange import Exchange
-from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
-from offbeat.sync.outer import Outer
 from offbeat.sync.rounds import Round
+from offbeat.sync.saved import check_saved_tracks
 from offbeat.sync.track import Track
 from offbeat.wire.base import NotFinite
 from offbeat.wire.peers import Peers
@@ -43,7 +39,7 @@ class Tracks:
         share: the share of one replica in a mean of all.
 
     Attributes:
-        outers: for each level, its anchors and outer optimizer, or None.
+        anchors: those of all levels.
         count: the number of rounds begun.
     """
 
@@ -64,19 +60,16 @@ class Tracks:
         self._exchanges = list(exchanges)
         self._weighted = weighted
         self._driver = Driver()
-        self.outers = [None if level.outer is None else Outer(level, contents.groups) for level in levels]
-        self._eagers = [
-            Eager(outer, Outer(level, contents.groups), share) if outer is not None and level.eager else None
-            for level, outer in zip(levels, self.outers, strict=True)
-        ]
+        self.anchors = Anchors(contents, levels, share)
+        outers, eagers = self.anchors.outers, self.anchors.eagers
         self._tracks: list[list[Track]] = []
         for i, level in enumerate(levels):
-            below = [outer for outer in self.outers[:i] if outer is not None]
+            below = [outer for outer in outers[:i] if outer is not None]
             self._tracks.append(
                 [
                     Track(
-                        level, part, peers[i], contents, exchanges[i], self.outers[i], below,
-                        eager=self._eagers[i], place=i, weighted=weighted, copies=copies, shards=shards,
+                        level, part, peers[i], contents, exchanges[i], outers[i], below,
+                        eager=eagers[i], place=i, weighted=weighted, copies=copies, shards=shards,
                     )
                     for part in range(level.parts)
                 ]
@@ -86,15 +79,14 @@ class Tracks:
     @property
     def bytes_sent(self) -> int:
         """The number of bytes this rank has sent."""
-        return sum(exchange.bytes_sent for exchange in {id(e): e for e in self._exchanges}.values())
-
-    @property
-    def has_outer(self) -> bool:
-        """Whether any level has an outer optimizer."""
-        return any(outer is not None for outer in self.outers)
+        return sum(exchange.bytes_sent for exchange in self._exchanges)
 
     def _every(self) -> Iterable[Track]:
         return (track for tracks in self._tracks for track in tracks)
+
+    def _up_to(self, track: Track) -> list[Track]:
+        """The tracks of this one's level and of lower levels, lowest first."""
+        return [other for other in self._every() if other.place <= track.place]
 
     def see(self, amount: float) -> None:
         """Add to the amount of data this rank has trained on."""
@@ -112,38 +104,13 @@ class Tracks:
 
     @property
     def top_is_open(self) -> bool:
-        """Whether this rank has made a step since the last round of the top level, or one is in flight."""
-        return any(track.moved or track.flight is not None for track in self._tracks[-1])
+        """Whether replicas may differ: a step has been made since the last top-level round, or that is not complete."""
+        return any(track.moved or track.skipped or track.flight is not None for track in self._tracks[-1])
 
     def stay(self) -> None:
         """Record that what this rank has learnt is in everybody's parameters, or was missed: it has no weight."""
         for track in self._every():
             track.seen, track.moved = 0.0, False
-
-    @torch.no_grad()
-    def go_to_anchors(self) -> None:
-        """Replace the parameters by the anchors of the highest level that has some."""
-        params = self._contents.params()
-        outer = [one for one in self.outers if one is not None][-1]
-        for name, anchor in outer.anchors.items():
-            if name in params:
-                local_part(params[name]).copy_(anchor)
-
-    def follow(self) -> None:
-        """Take anchors of parameters that have none yet."""
-        for outer in self.outers:
-            if outer is not None:
-                outer.follow(self._contents.params())
-
-    def refresh(self) -> None:
-        """Take the parameters as they are as anchors."""
-        for outer in self.outers:
-            if outer is not None:
-                outer.refresh(self._contents.params())
-
-    def anchor_items(self) -> list[Item]:
-        """All anchors of all levels."""
-        return [item for outer in self.outers if outer is not None for item in outer.items(list(outer.anchors))]
 
     def after_step(self, step: int, due: Sequence[tuple[int, int]]) -> None:
         """Land rounds whose time has come, and begin those that are due.
@@ -173,12 +140,6 @@ class Tracks:
         if problems:
             raise problems[0]
 
-    def note_rates(self) -> None:
-        """Remember the inner optimizer's learning rates, for outer optimizers that ask for them."""
-        for outer in [*self.outers, *(one.own for one in self._eagers if one is not None)]:
-            if outer is not None:
-                outer.note_rates()
-
     def _try(self, problems: list[Exception], do: Callable[..., Any], *args: Any) -> None:
         try:
             do(*args)
@@ -187,11 +148,11 @@ class Tracks:
 
     def _is_in_the_way(self, track: Track, due: Sequence[tuple[int, int]]) -> bool:
         """Whether a round in flight must land before one of these begins."""
-        mine = next(i for i, tracks in enumerate(self._tracks) if track in tracks)
         for level, part in due:
             other = self._tracks[level][part]
             plain = track.outer is None and other.outer is None
-            if other is track or (level != mine and (mine < level or plain) and self._overlap(track, other)):
+            above = track.place < level or (plain and track.place != level)
+            if other is track or (above and self._overlap(track, other)):
                 return True
         return False
 
@@ -223,6 +184,7 @@ class Tracks:
 
     def _land_now(self, track: Track, one: Round) -> None:
         changed = one.land(self._contents.params())
+        track.skipped = one.skipped
         if changed:
             self.count += track.peers.size > 1
             self._completed(one)
@@ -230,22 +192,17 @@ class Tracks:
 
     def _land_below(self, track: Track) -> None:
         """Land what is in flight at this track, and at lower levels for the same parameters."""
-        for tracks in self._tracks:
-            for other in tracks:
-                if other.flight is not None and (other is track or self._overlap(other, track)):
-                    self._land(other)
-            if track in tracks:
-                return
+        for other in self._up_to(track):
+            if other.flight is not None and (other is track or self._overlap(other, track)):
+                self._land(other)
 
     def _land(self, track: Track) -> None:
         """Wait for the round in flight and apply it; raises if it failed."""
         one = track.flight
         assert one is not None
-        mine = next(i for i, tracks in enumerate(self._tracks) if track in tracks)
-        for lower in self._tracks[:mine]:
-            for other in lower:
-                if other.flight is not None and self._overlap(other, track):
-                    self._land(other)
+        for other in self._up_to(track):
+            if other.place < track.place and other.flight is not None and self._overlap(other, track):
+                self._land(other)
         self._driver.wait(one)
         track.flight = None
         try:
@@ -253,6 +210,7 @@ class Tracks:
         except BaseException:
             self._remember_again(one)
             raise
+        track.skipped = one.skipped
         if changed:
             self._completed(one)
         else:
@@ -344,15 +302,12 @@ class Tracks:
 
     def _forget(self, one: Round) -> None:
         """Start counting anew after a round, which includes lower levels that have the same parameters."""
-        self._contents.mark_averaged()
+        self._contents.mark_trained()
         one.forgotten = []
-        for tracks in self._tracks:
-            for other in tracks:
-                if other is one.track or self._covers(one.track, other):
-                    one.forgotten.append((other, other.seen))
-                    other.seen, other.moved = 0.0, False
-            if one.track in tracks:
-                return
+        for other in self._up_to(one.track):
+            if other is one.track or self._covers(one.track, other):
+                one.forgotten.append((other, other.seen))
+                other.seen, other.moved = 0.0, False
 
     def _covers(self, track: Track, other: Track) -> bool:
         return other.level is not track.level and set(other.names()) <= set(track.names())
@@ -383,90 +338,23 @@ class Tracks:
         return {
             "syncs": self.count,
             "tracks": [[track.state_dict() for track in tracks] for tracks in self._tracks],
-            "outer": [outer.state_dict() if outer is not None and anchored else None for outer in self.outers],
-            "eager": [one.state_dict() if one is not None and anchored else None for one in self._eagers],
+            **self.anchors.state_dict(anchored=anchored),
         }
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise if this cannot be loaded."""
-        saved = state.get("tracks")
-        if saved is None:
-            return
-        params = self._contents.params()
-        shapes = {name: local_part(p).shape for name, p in params.items()}
-        shapes |= {item.name: local_part(item.tensor).shape for item in self._contents.buffers()}
-        same = [len(tracks) for tracks in saved] == [len(tracks) for tracks in self._tracks]
-        for i, tracks in enumerate(saved):
-            for part, track in enumerate(tracks):
-                flight = track["flight"]
-                if flight is not None and not same:
-                    raise ValueError(
-                        f"the checkpoint has a round in flight, and {[len(one) for one in saved]} fragments at its "
-                        f"levels, but there are {[len(one) for one in self._tracks]} here; nothing was changed. Load "
-                        "it with the levels it was saved with, or save after finish()"
-                    )
-                kind = self._tracks[i][0].codec is not None if i < len(self._tracks) else False
-                if flight is not None and flight.get("eager", False) != self._levels[i].eager:
-                    raise ValueError(
-                        "the checkpoint has a round in flight whose eager step has been taken, and here it would not "
-                        "have been, or the other way round; nothing was changed. Load it with the eager= it was saved "
-                        "with, or save after finish()"
-                    )
-                if flight is not None and not flight.get("failed") and ("flat" in flight) != kind:
-                    raise ValueError(
-                        "the checkpoint has a round in flight that was encoded, and here it would not be, or the other "
-                        "way round; nothing was changed. Load it with the codec it was saved with, or save after "
-                        "finish()"
-                    )
-                if flight is not None and "flat" in flight:
-                    here = sizes_of([Item(name, params[name]) for name in self._tracks[i][part].names()])
-                    self._check_encoded([(str(name), int(size)) for name, size in flight["lost_of"]], here)
-                for name, value in (flight or {}).get("values", {}).items():
-                    if shapes.get(name) != value.shape:
-                        found = tuple(shapes[name]) if name in shapes else "no such tensor"
-                        raise ValueError(
-                            f"the checkpoint has an average in flight for {name!r} of shape {tuple(value.shape)}, but "
-                            f"this model has {found}; nothing was changed. Load the checkpoint into the model it was "
-                            "saved from"
-                        )
-            outer = self.outers[i] if i < len(self.outers) else None
-            if len(saved) == len(self._tracks) and outer is not None and state["outer"][i] is not None:
-                outer.check_state_dict(state["outer"][i], params)
-
-    def _check_encoded(self, saved: list[tuple[str, int]], here: list[tuple[str, int]]) -> None:
-        for (name, size), (other, found) in zip_longest(saved, here, fillvalue=("nothing", 0)):
-            if (name, size) != (other, found):
-                raise ValueError(
-                    f"the checkpoint has a round in flight that was encoded with {size} elements of {name!r}, where "
-                    f"this model has {found} of {other!r}; nothing was changed. Load the checkpoint into the model it "
-                    "was saved from, with the same parameters frozen, or save after finish()"
-                )
+        check_saved_tracks(state, self._tracks, self._contents)
+        if state.get("tracks") is not None:
+            self.anchors.check_state_dict(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue from :meth:`state_dict`. Returns whether anchors were loaded, if there are any."""
         self.abandon()
         self.count = int(state.get("syncs", 0))
-        saved, outers = state.get("tracks") or [], state.get("outer") or []
+        saved = state.get("tracks") or []
         for track in self._every():
             track.seen, track.moved, track.rounds, track.residual, track.residual_of = 0.0, True, 0, None, []
-        params = self._contents.params()
-        complete = True
-        for i, outer in enumerate(self.outers):
-            if outer is None:
-                continue
-            # Anchors belong to a level, whatever its fragments are.
-            one = outers[i] if len(outers) == len(self.outers) else None
-            if one is not None:
-                outer.load_state_dict(one, params)
-            else:
-                outer.reset()
-                complete = False
-        eagers = state.get("eager") or []
-        for i, eager in enumerate(self._eagers):
-            if eager is not None:
-                eager.reset()
-                if complete and i < len(eagers) and eagers[i] is not None:
-                    eager.load_state_dict(eagers[i], params)
+        complete = self.anchors.load_state_dict(state)
         if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
             if saved:
                 warnings.warn(
@@ -480,11 +368,6 @@ class Tracks:
             for track, values in zip(tracks, some, strict=True):
                 track.load_state_dict(values)
         return complete
-
-    def anchors(self, level: int) -> dict[str, Tensor]:
-        """The anchors of a level, by parameter name; empty without an outer optimizer."""
-        outer = self.outers[level]
-        return {} if outer is None else outer.anchors
 
     def close(self) -> None:
         """Close the connections, after the rounds in flight."""

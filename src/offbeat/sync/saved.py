@@ -1,0 +1,69 @@
+"""Whether the tracks of a checkpoint can be loaded; asked before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from offbeat.sync.coded import sizes_of
+from offbeat.sync.contents import Contents
+from offbeat.sync.items import Item, local_part
+from offbeat.sync.track import Track
+
+__all__ = ["check_saved_tracks"]
+
+
+def check_saved_tracks(state: dict[str, Any], here: Sequence[Sequence[Track]], contents: Contents) -> None:
+    """Raise if a checkpoint has a round in flight that the tracks here could not land.
+
+    Args:
+        here: the tracks of each level.
+    """
+    saved = state.get("tracks") or []
+    same = [len(tracks) for tracks in saved] == [len(tracks) for tracks in here]
+    for i, tracks in enumerate(saved):
+        for part, track in enumerate(tracks):
+            if track["flight"] is None:
+                continue
+            if not same:
+                raise ValueError(
+                    f"the checkpoint has a round in flight, and {[len(one) for one in saved]} fragments at its levels, "
+                    f"but there are {[len(one) for one in here]} here; nothing was changed. Load it with the levels it "
+                    "was saved with, or save after finish()"
+                )
+            _check_flight(track["flight"], here[i][part], contents)
+
+
+def _check_flight(flight: dict[str, Any], track: Track, contents: Contents) -> None:
+    params = contents.params()
+    if flight.get("eager", False) != track.level.eager:
+        raise ValueError(
+            "the checkpoint has a round in flight whose eager step has been taken, and here it would not have been, or "
+            "the other way round; nothing was changed. Load it with the eager= it was saved with, or save after "
+            "finish()"
+        )
+    if not flight.get("failed") and ("flat" in flight) != (track.codec is not None):
+        raise ValueError(
+            "the checkpoint has a round in flight that was encoded, and here it would not be, or the other way round; "
+            "nothing was changed. Load it with the codec it was saved with, or save after finish()"
+        )
+    if "flat" in flight:
+        here = sizes_of([Item(name, params[name]) for name in track.names()])
+        saved = [(str(name), int(size)) for name, size in flight["lost_of"]]
+        for (name, size), (other, found) in zip_longest(saved, here, fillvalue=("nothing", 0)):
+            if (name, size) != (other, found):
+                raise ValueError(
+                    f"the checkpoint has a round in flight that was encoded with {size} elements of {name!r}, where "
+                    f"this model has {found} of {other!r}; nothing was changed. Load the checkpoint into the model it "
+                    "was saved from, with the same parameters frozen, or save after finish()"
+                )
+    shapes = {item.name: local_part(item.tensor).shape for item in contents.buffers()}
+    shapes |= {name: local_part(p).shape for name, p in params.items()}
+    for name, value in flight.get("values", {}).items():
+        if shapes.get(name) != value.shape:
+            found_shape = tuple(shapes[name]) if name in shapes else "no such tensor"
+            raise ValueError(
+                f"the checkpoint has an average in flight for {name!r} of shape {tuple(value.shape)}, but this model "
+                f"has {found_shape}; nothing was changed. Load the checkpoint into the model it was saved from"
+            )
