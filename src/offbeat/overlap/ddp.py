@@ -65,7 +65,6 @@ class DdpSource(Source):
         self._running = False
         self._used_here: set[int] = set()
         self._lifted: list[tuple[Tensor, ConsumedGradient]] = []
-        self._noted: list[Tensor] = []
         self._module_hooks: list[Any] = []
         if ddp.gradient_as_bucket_view and (ddp.static_graph or not ddp.find_unused_parameters):
             me = weakref.ref(self)
@@ -89,19 +88,13 @@ class DdpSource(Source):
         """See :class:`Source`."""
         return self._running
 
-    def parameters_changed(self) -> None:
-        """See :class:`Source`."""
-        super().parameters_changed()
-        noted = [p for p in self.step.parameters.all if p in self._arrivals]
-        self._hook.will_note(noted, instead_of=self._noted)
-        self._noted = noted
-
     def arrived(self, p: Tensor) -> None:
         """See :class:`Source`. DDP has not reduced the gradient yet."""
         stood_for_zeros = isinstance(p.grad, ConsumedGradient)  # which without overlap would be in the bucket
         self._receive(p)
         refuse_graph(p.grad)
-        self._hook.note_storage(p, in_bucket=stood_for_zeros)
+        if stood_for_zeros:
+            self._hook.stand_in(p)
         self._used_here.add(id(p))
         if self.step.accumulation.passes > 1 and current_pass() != self._pass and not is_nested():
             # With accumulate=N every pass counts, under no_sync() too.
@@ -199,7 +192,6 @@ class DdpSource(Source):
     def remove(self) -> None:
         """See :class:`Source`. A user's communication hook goes on reducing, or the numbers would change."""
         super().remove()
-        self._hook.will_note([], instead_of=self._noted)
         self._remove_module_hooks()
         self._hook.remove_listener(self)
 
