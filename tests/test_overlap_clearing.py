@@ -105,6 +105,7 @@ def forget_to_clear() -> str:
     optimizer.step()
     try:
         model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
     except RuntimeError as error:
         return str(error)
     return "nothing was said"
