@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -100,6 +102,33 @@ def test_accelerates_own_clipping_returns_the_norm():
             one.step()
             one.zero_grad()
         assert_same(a, b)
+
+
+@pytest.mark.parametrize("features", [{"overlap": {"clip_norm": 1.0, "clip": "previous"}}, {"local_sgd": {"every": 2}}])
+def test_freed_models_do_not_stay_alive(features, tmp_path, request):
+    accelerator = Accelerator(cpu=True)
+    if "local_sgd" in features:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        request.addfinalizer(dist.destroy_process_group)
+
+    def prepared() -> tuple[Any, Any]:
+        model = make()
+        return prepare(accelerator, model, adamw(model.parameters()), **features)
+
+    first = prepared()
+    train(accelerator, *first, batches(0, 3))
+    alive = [weakref.ref(one) for one in (first[0], first[1], *first[0].parameters())]
+    first = accelerator.free_memory(*first)
+    gc.collect()
+    assert not any(one() is not None for one in alive)
+
+    model, optimizer = prepared()  # a checkpoint has parts of what there is now
+    train(accelerator, model, optimizer, batches(0, 3))
+    accelerator.save_state(str(tmp_path))
+    expected = [p.detach().clone() for p in model.parameters()]
+    train(accelerator, model, optimizer, batches(0, 2))
+    accelerator.load_state(str(tmp_path))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
 
 
 def test_what_cannot_be_right_raises():

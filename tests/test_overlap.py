@@ -650,7 +650,7 @@ def test_what_a_step_would_do_with_gradients_is_refused(asked):
 
 
 @pytest.mark.parametrize("zero", [False, True])
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1.0}, {"accumulate": 2}])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_backward_that_was_not_announced(zero, options):
     model = make()
     optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
@@ -664,7 +664,7 @@ def test_a_backward_that_was_not_announced(zero, options):
         with pytest.raises(RuntimeError, match="accumulate"):
             model(batch(1)).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    if zero or options.get("clip_norm"):  # gradients of the refused pass lie about
+    if zero:  # gradients of the refused pass lie about
         with pytest.raises(RuntimeError, match=r"handle\.reset\(\)"):
             optimizer.step()
     handle.reset()
@@ -677,8 +677,6 @@ def test_a_backward_that_was_not_announced(zero, options):
         for step in range(2 * count):
             one(batch(step)).square().mean().backward()
             if step % count == count - 1:
-                if one is twin and options.get("clip_norm"):
-                    nn.utils.clip_grad_norm_(one.parameters(), 1.0)
                 opt.step()
                 opt.zero_grad()
     assert_same(model, twin)
@@ -1008,9 +1006,9 @@ def test_a_forgotten_zero_grad_is_told():
     handle = offbeat.overlap(optimizer, model)
     model(batch(0)).sum().backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match="zero_grad"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="zero_grad"):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="zero_grad"):
+            optimizer.step()
         model(batch(1)).sum().backward()
     handle.reset()
     train(model, optimizer, range(2))

@@ -489,16 +489,35 @@ def errors_and_ways_out(rank: int, world: int) -> str:
     handle.reset()
     train(ddp, fragile, rank, range(3, 5))
 
-    # A backward too many, with updates that wait: nothing of it may reach the parameters.
+    # A backward too many, with gradients that have been unscaled: nothing of it may reach the parameters.
     model = make()
     ddp = DistributedDataParallel(model)
     optimizer = offbeat.SGD(model.parameters(), lr=0.1)
-    handle = offbeat.overlap(optimizer, ddp, clip_norm=0.1)
-    ddp(batch(0, rank)).sum().backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    handle = offbeat.overlap(optimizer, ddp, scaler=scaler)
+    scaler.scale(ddp(batch(0, rank)).sum()).backward()
     with pytest.raises(RuntimeError, match="accumulate"):
-        ddp(batch(1, rank)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"handle\.reset"):
-        optimizer.step()
+        scaler.scale(ddp(batch(1, rank)).sum()).backward()
+    with pytest.raises(RuntimeError, match="changed between"):
+        scaler.step(optimizer)
+    handle.reset()
+    optimizer.zero_grad()
+
+    # One more, with updates that wait: it adds up, as without overlap.
+    models = [make(), make()]
+    for model, overlapped in zip(models, (True, False), strict=True):
+        ddp = DistributedDataParallel(model)
+        optimizer = offbeat.SGD(model.parameters(), lr=0.1)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp, clip_norm=0.1)
+        for step in range(4):
+            ddp(batch(step, rank)).square().mean().backward()
+            if step % 2:
+                if not overlapped:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert same(*models)
     return "ok"
 
 

@@ -157,22 +157,13 @@ class CommHook:
         if not self.listeners:
             self._background.stop()
 
-    def will_note(self, params: Sequence[Tensor], *, instead_of: Sequence[Tensor]) -> None:
-        """Call when the parameters change for which :meth:`note_storage` is called.
+    def mean(self, bucket: Any) -> Future[Any]:
+        """DDP's own mean of a bucket, for a reducer that leaves some buckets to it."""
+        return self._mean.start(bucket, defer=False)[0]
 
-        Args:
-            params: those for which it is called from now on.
-            instead_of: those for which it has been called until now.
-        """
-        self._mean.will_note(params, instead_of=instead_of)
-
-    def note_storage(self, p: Tensor, *, in_bucket: bool = False) -> None:
-        """Call when a gradient has been accumulated in ``p.grad``, for DDP's own mean to round as DDP does.
-
-        Args:
-            in_bucket: whether it stands for one that has been accumulated in DDP's bucket, wherever it is.
-        """
-        self._mean.note_storage(p, in_bucket=in_bucket)
+    def stand_in(self, p: Tensor) -> None:
+        """Call when ``p.grad`` has taken the place of a gradient that DDP would have accumulated in its bucket."""
+        self._mean.stand_in(p)
 
     def run(self, bucket: Any) -> Future[Any]:
         """Called by DDP when a bucket holds this rank's gradients."""

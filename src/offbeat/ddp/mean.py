@@ -7,7 +7,7 @@ a bucket by ``1 / ranks``; torch's communication hooks divide by ``ranks``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,9 +48,12 @@ class DdpMean:
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        #: By parameter whose gradients are noted: the storage of the last one; 0 is the bucket, 1 is not known.
-        self._storage: dict[int, int] = {}
+        self._storage: dict[int, int] = {}  # by parameter: the storage of its gradient; 0 is the bucket
         self._stand_ins: dict[int, int] = {}  # by parameter: a storage that stands for the bucket
+        if ddp.gradient_as_bucket_view and not _is_power_of_two(dist.get_world_size(ddp.process_group)):
+            hook = _noter(weakref.ref(self))
+            for p in ddp.parameters():
+                _on_arrival(p, hook)
 
     def start(self, bucket: Any, *, defer: bool) -> tuple[Future[Any], int]:
         """Start to reduce a bucket.
@@ -76,31 +79,17 @@ class DdpMean:
         self._divide(bucket, buffer, ranks)
         return _sum(buffer, ddp.process_group), 1
 
-    def will_note(self, params: Iterable[Tensor], *, instead_of: Iterable[Tensor]) -> None:
-        """Call when the parameters whose gradients are noted change.
-
-        Args:
-            params: those whose gradients are noted from now on.
-            instead_of: those whose gradients have been noted until now.
-        """
-        now = {id(p) for p in params}
-        for key in {id(p) for p in instead_of} - now:
-            self._storage.pop(key, None)
-        for key in now:
-            self._storage.setdefault(key, 1)
-
-    def note_storage(self, p: Tensor, *, in_bucket: bool = False) -> None:
-        """Call when a gradient has been accumulated in ``p.grad`` and DDP has not copied it yet.
-
-        Args:
-            in_bucket: whether it stands for one that has been accumulated in DDP's bucket, wherever it is.
-        """
-        ddp = self._ddp()
-        if ddp is not None and ddp.gradient_as_bucket_view and p.grad is not None and not p.grad.is_sparse:
+    def note(self, p: Tensor) -> None:
+        """Called when a gradient has been accumulated in ``p.grad``, before DDP copies it into a bucket."""
+        if type(p.grad) is Tensor and not p.grad.is_sparse:
             storage = p.grad.untyped_storage().data_ptr()
-            if in_bucket:
-                self._stand_ins[id(p)] = storage
             self._storage[id(p)] = 0 if self._stand_ins.get(id(p)) == storage else storage
+
+    def stand_in(self, p: Tensor) -> None:
+        """Call when ``p.grad`` has taken the place of a gradient that DDP would have accumulated in its bucket."""
+        if p.grad is not None and not p.grad.is_sparse:
+            self._stand_ins[id(p)] = p.grad.untyped_storage().data_ptr()
+            self.note(p)
 
     def _divide(self, bucket: Any, buffer: Tensor, ranks: int) -> None:
         if _is_power_of_two(ranks) or not self._module().gradient_as_bucket_view:
@@ -115,13 +104,34 @@ class DdpMean:
             else:
                 view.mul_(1 / ranks)
             self._stand_ins.pop(id(p), None)
-            if id(p) in self._storage:
-                self._storage[id(p)] = 0  # where DDP leaves it
+            self._storage[id(p)] = 0  # where DDP leaves it
 
     def _module(self) -> DistributedDataParallel:
         ddp = self._ddp()
         assert ddp is not None
         return ddp
+
+
+def _on_arrival(p: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a hook on a parameter, also on one that is frozen now and may be unfrozen later."""
+    is_free = p.requires_grad
+    if is_free or p.is_floating_point() or p.is_complex():
+        p.requires_grad_(True)
+        try:
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        finally:
+            p.requires_grad_(is_free)
+
+
+def _noter(mean: weakref.ref[DdpMean]) -> Callable[[Tensor], None]:
+    """The parameters hold on to it, and it does not keep them alive."""
+
+    def note(p: Tensor) -> None:
+        found = mean()
+        if found is not None:
+            found.note(p)
+
+    return note
 
 
 def _sum(buffer: Tensor, group: Any) -> Future[Any]:

@@ -17,7 +17,6 @@ from offbeat import _torch
 from offbeat._torch import foreach_mul_, foreach_norm
 from offbeat.ddp.bucket_to_owners import bucket_to_owners
 from offbeat.ddp.comm_hook import CommHook
-from offbeat.ddp.mean import DdpMean
 from offbeat.engine.agree import check_same_kinds, check_same_norms, norms_of_owners
 from offbeat.engine.owned import OwnedGradient, gradient_of, reduced_gradient
 from offbeat.optim import Chain, RuleOptimizer
@@ -144,7 +143,6 @@ class ReducedToOwners:
     ) -> None:
         self._optimizer, self._ddp = weakref.ref(optimizer), weakref.ref(ddp)
         self._parts = parts
-        self._mean = DdpMean(ddp)
         self._hook: CommHook | None = None
         self._watch: Any = None
         self._reduced: set[int] = set()  # ids of the matrices that this pass has reduced to their owners
@@ -252,7 +250,7 @@ class ReducedToOwners:
         owners = [self.owner(p) for p in params]
         assert self._hook is not None
         if self._hook.accumulates or all(owner is None for owner in owners):
-            return self._mean.start(bucket, defer=False)[0]
+            return self._hook.mean(bucket)
         self._reduced.update(id(p) for p, owner in zip(params, owners, strict=True) if owner is not None)
         return bucket_to_owners(bucket, owners, ddp.process_group)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from offbeat.integrations.attached import Attached, rank_and_world, rank_to_load, warn_of_plain_checkpoint
+from offbeat.integrations.attached import Attached, Living, rank_and_world, rank_to_load, warn_of_plain_checkpoint
 from offbeat.integrations.clipping import answer_clip, attached_with, overlapped_among
 from offbeat.integrations.features import Features, Options
 from offbeat.integrations.handles import is_replica
@@ -137,10 +137,11 @@ def attach_prepared(
         )
         if one.replica is not None:
             _wrap_inside(accelerated, one)
+        accelerated._offbeat = one
         attached.append(one)
-    _answer_clipping(accelerator, attached)
+    _answer_clipping(accelerator, Living(attached))
     if checkpoints and any(one.has_part for one in attached):
-        _files_of(accelerator).attached += attached
+        _files_of(accelerator).attached.add(attached)
     return attached
 
 
@@ -191,7 +192,7 @@ def _wrap_inside(accelerated: Any, one: Attached) -> None:
     accelerated.state_dict, accelerated.load_state_dict = one.inner.state_dict, one.inner.load_state_dict
 
 
-def _answer_clipping(accelerator: Any, attached: Sequence[Attached]) -> None:
+def _answer_clipping(accelerator: Any, attached: Living) -> None:
     """Have ``accelerator.clip_grad_norm_`` return the norm of gradients that overlap clips: Accelerate cannot.
 
     Gradients that replicas average in their step are averaged before they are clipped.
@@ -234,11 +235,11 @@ class _Files:
     A hook knows the folder, but that for loading runs before anything is loaded.
 
     Attributes:
-        attached: in the order in which they were prepared.
+        attached: in the order in which they were prepared. ``accelerator.free_memory()`` lets go of them.
     """
 
     def __init__(self, accelerator: Any) -> None:
-        self.attached: list[Attached] = []
+        self.attached = Living()
         self._folder: str | None = None
         accelerator.register_save_state_pre_hook(self._save)
         accelerator.register_load_state_pre_hook(self._note_folder)
@@ -246,20 +247,20 @@ class _Files:
 
         @functools.wraps(save)
         def save_state(*args: Any, **kwargs: Any) -> Any:
-            check_saves_one_file(accelerator, self.attached)
+            check_saves_one_file(accelerator, list(self.attached))
             return save(*args, **kwargs)
 
         @functools.wraps(load)
         def load_state(*args: Any, **kwargs: Any) -> Any:
             result = load(*args, **kwargs)
             assert self._folder is not None
-            load_parts(self._folder, self.attached)
+            load_parts(self._folder, list(self.attached))
             return result
 
         accelerator.save_state, accelerator.load_state = save_state, load_state
 
     def _save(self, models: Any, weights: Any, folder: str) -> None:
-        save_parts(folder, self.attached)
+        save_parts(folder, list(self.attached))
 
     def _note_folder(self, models: Any, folder: str) -> None:
         self._folder = folder

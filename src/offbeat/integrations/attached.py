@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from offbeat.integrations.shards import meshes_of, pack, places, unpack
 from offbeat.overlap import Overlap
 from offbeat.sync import Replica
 
-__all__ = ["Attached", "gather_parts", "rank_and_world", "rank_to_load", "warn_of_plain_checkpoint"]
+__all__ = ["Attached", "Living", "gather_parts", "rank_and_world", "rank_to_load", "warn_of_plain_checkpoint"]
 
 
 class Attached:
@@ -122,6 +124,21 @@ class Attached:
 
     def _norm(self) -> dict[str, Any] | None:
         return self._overlap_state if self.handle is None else self.handle.state_dict()
+
+
+class Living:
+    """Attached optimizers that a framework's object refers to, and does not keep alive: their wrappers do."""
+
+    def __init__(self, attached: Iterable[Attached] = ()) -> None:
+        self._found: list[weakref.ref[Attached]] = []
+        self.add(attached)
+
+    def add(self, attached: Iterable[Attached]) -> None:
+        """Refer to these too."""
+        self._found += map(weakref.ref, attached)
+
+    def __iter__(self) -> Iterator[Attached]:
+        return iter([one for found in self._found if (one := found()) is not None])
 
 
 def rank_and_world() -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -12,13 +12,13 @@ from offbeat.integrations.attached import Attached
 __all__ = ["answer_clip", "attached_with", "overlapped_among"]
 
 
-def attached_with(attached: Sequence[Attached], parameters: Sequence[Tensor]) -> list[Attached]:
+def attached_with(attached: Iterable[Attached], parameters: Sequence[Tensor]) -> list[Attached]:
     """Those that have some of these parameters."""
     asked = {id(p) for p in parameters}
     return [one for one in attached if any(id(p) in asked for group in one.inner.param_groups for p in group["params"])]
 
 
-def overlapped_among(attached: Sequence[Attached], parameters: Sequence[Tensor]) -> Attached | None:
+def overlapped_among(attached: Iterable[Attached], parameters: Sequence[Tensor]) -> Attached | None:
     """The overlapped optimizer that has some of these parameters, or None."""
     return next((one for one in attached_with(attached, parameters) if one.handle is not None), None)
 

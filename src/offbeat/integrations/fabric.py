@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from offbeat.integrations.attached import Attached, gather_parts, rank_to_load
+from offbeat.integrations.attached import Attached, Living, gather_parts, rank_to_load
 from offbeat.integrations.clipping import answer_clip, attached_with, overlapped_among
 from offbeat.integrations.features import Features, Options
 
@@ -68,7 +68,7 @@ def setup(
     model = module if isinstance(module, _FabricModule) else fabric.setup_module(module)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     attached = [features.attach(optimizer, model._forward_module, scaler=scaler) for optimizer in optimizers]
-    _answer_clipping(fabric, attached)
+    _answer_clipping(fabric, Living(attached))
     made = [fabric.setup_optimizers(one.optimizer) for one in attached]
     for one, optimizer in zip(attached, made, strict=True):
         vars(optimizer)["_offbeat"] = one
@@ -118,7 +118,7 @@ class EveryRank:
             one.load_part(part)
 
 
-def _answer_clipping(fabric: Any, attached: Sequence[Attached]) -> None:
+def _answer_clipping(fabric: Any, attached: Living) -> None:
     """Have ``fabric.clip_gradients`` return the norm of gradients that overlap clips: Fabric cannot clip them.
 
     Gradients that replicas average in their step are averaged before they are clipped.

@@ -36,18 +36,25 @@ class Accumulation:
         return self._begun > 0
 
     @property
+    def is_over(self) -> bool:
+        """Whether all passes that were announced have been counted."""
+        return self._begun >= self.passes
+
+    @property
     def is_last_pass(self) -> bool:
         """Whether the gradients of the pass that is running are final."""
         return self._begun == self.passes and not self._adds_up
 
     def begin_pass(self) -> None:
         """Count a pass. Raises if the gradients of the last pass have been used."""
-        if self._begun >= self.passes:
+        if self.is_over:
             raise RuntimeError(
                 f"backward() ran again before optimizer.step(), but {self.passes} "
                 f"pass{'es were' if self.passes > 1 else ' was'} announced and the gradients of the last one have been "
                 "used. Call optimizer.step() in between, or announce more passes with overlap(..., accumulate=N), "
-                "`with handle.accumulate():`, DDP's no_sync() or FSDP2's set_requires_gradient_sync(False)"
+                "`with handle.accumulate():`, DDP's no_sync() or FSDP2's set_requires_gradient_sync(False). Put a pass "
+                "whose gradients are thrown away, as those of a discriminator under the generator's loss, into "
+                "`with handle.accumulate():` too"
             )
         if not self._adds_up:
             self._begun += 1

@@ -17,7 +17,7 @@ from offbeat import _torch
 from offbeat.engine.tensors import is_dtensor, local
 from offbeat.passes import current_pass, is_nested
 
-__all__ = ["ConsumedGradient", "Placeholders", "lift", "receive", "settle"]
+__all__ = ["ConsumedGradient", "Placeholders", "is_stale", "lift", "receive", "settle"]
 
 _FORGOTTEN = "call optimizer.zero_grad() after every step, before the next backward()"
 _UNANNOUNCED = (
@@ -40,7 +40,8 @@ class ConsumedGradient(Tensor):
     """Takes the place of a gradient. Its shape, dtype and device can be read; everything else raises.
 
     It can be set to zero, as ``zero_grad(set_to_none=False)`` does. It then stands for zeros without allocating them,
-    until a gradient is added to it.
+    until a gradient is added to it. What is added to it after its step and before it is cleared is dropped: the sum is
+    not known any more, and the next step refuses a placeholder that was not cleared.
 
     Attributes:
         owner: what to call the parameter in an error.
@@ -113,10 +114,14 @@ class ConsumedGradient(Tensor):
             else:
                 first.added = args[1] + 0.0  # adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would
             return first
+        if func in (_ADD, _COPY) and is_stale(first) and not isinstance(args[1], cls) and current_pass() != -1:
+            return first  # autograd or DDP, in a pass whose gradients are dropped
         if func is _COPY and isinstance(first, ConsumedGradient) and first.is_zero and not isinstance(args[1], cls):
             # DDP, for a parameter that only other ranks have used: the sum of what all of them have.
             first.added = args[1].clone()
             return first
+        if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and is_stale(args[1]):
+            return first.zero_()  # DDP's bucket, in such a pass
         if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and args[1].is_zero:
             # DDP, when it makes its buckets anew with gradient_as_bucket_view=True.
             return first.zero_() if args[1].added is None else first.copy_(args[1].added)
@@ -152,6 +157,8 @@ class ConsumedShard(ConsumedGradient):
 
 def _shard(gradient: ConsumedShard) -> Tensor:
     param = gradient._param()
+    if param is not None and is_stale(gradient):
+        return torch.zeros_like(local(param))
     if not gradient.is_zero or param is None:
         gradient.refuse("reading its shard")
     if gradient.added is None:
@@ -171,6 +178,11 @@ setattr(ConsumedShard, _torch.LOCAL_TENSOR, property(_shard, _keep_shard))
 setattr(ConsumedShard, _torch.SPEC, property(_no_spec))
 
 
+def is_stale(gradient: Any) -> bool:
+    """Whether this is the placeholder of an earlier step's gradient, which has not been cleared since."""
+    return isinstance(gradient, ConsumedGradient) and gradient.is_old and not gradient.is_zero
+
+
 def receive(p: Tensor) -> None:
     """Put a gradient that was added to a zeroed placeholder into ``p.grad``."""
     if isinstance(p.grad, ConsumedGradient) and p.grad.added is not None:
@@ -184,8 +196,8 @@ def settle(params: Iterable[Tensor]) -> None:
         if isinstance(p.grad, ConsumedGradient):
             if not p.grad.is_zero:
                 raise RuntimeError(
-                    f"the gradient of {p.grad.owner} is from an earlier step, which used and freed it, and it would be "
-                    "used again; call optimizer.zero_grad() after every step"
+                    f"the gradient of {p.grad.owner} was used and freed by offbeat.overlap in an earlier step, and was "
+                    f"not cleared after it; {_FORGOTTEN}"
                 )
             p.grad = p.grad.zeros() if p.grad.sparse_dims else torch.zeros_like(p)
 

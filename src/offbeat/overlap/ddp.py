@@ -65,7 +65,7 @@ class DdpSource(Source):
         self._running = False
         self._used_here: set[int] = set()
         self._lifted: list[tuple[Tensor, ConsumedGradient]] = []
-        self._noted: list[Tensor] = []
+        self._dropped: tuple[int, list[tuple[Tensor, ConsumedGradient]]] = (-1, [])
         self._module_hooks: list[Any] = []
         if ddp.gradient_as_bucket_view and (ddp.static_graph or not ddp.find_unused_parameters):
             me = weakref.ref(self)
@@ -89,19 +89,15 @@ class DdpSource(Source):
         """See :class:`Source`."""
         return self._running
 
-    def parameters_changed(self) -> None:
-        """See :class:`Source`."""
-        super().parameters_changed()
-        noted = [p for p in self.step.parameters.all if p in self._arrivals]
-        self._hook.will_note(noted, instead_of=self._noted)
-        self._noted = noted
-
     def arrived(self, p: Tensor) -> None:
         """See :class:`Source`. DDP has not reduced the gradient yet."""
         stood_for_zeros = isinstance(p.grad, ConsumedGradient)  # which without overlap would be in the bucket
         self._receive(p)
+        if self._drops():
+            return
         refuse_graph(p.grad)
-        self._hook.note_storage(p, in_bucket=stood_for_zeros)
+        if stood_for_zeros:
+            self._hook.stand_in(p)
         self._used_here.add(id(p))
         if self.step.accumulation.passes > 1 and current_pass() != self._pass and not is_nested():
             # With accumulate=N every pass counts, under no_sync() too.
@@ -117,6 +113,8 @@ class DdpSource(Source):
         ranks share wait for that on all ranks.
         """
         self._check_not_removed()
+        if self._drops():
+            return None
         if index == 0:
             self._running = True
             with self.step.lock:
@@ -147,7 +145,7 @@ class DdpSource(Source):
     @property
     def accumulates(self) -> bool:
         """See :class:`offbeat.ddp.Listener`."""
-        return not self._removed and not self.step.accumulation.is_last_pass
+        return not self._removed and (self._drops() or not self.step.accumulation.is_last_pass)
 
     def pass_ended(self) -> None:
         """See :class:`offbeat.ddp.Listener`."""
@@ -155,11 +153,25 @@ class DdpSource(Source):
             return
         with self.step.lock:
             self._running = False
+            (_, stale), self._dropped = self._dropped, (-1, [])
+            for p, placeholder in stale:
+                p.grad = placeholder  # DDP has put what it reduced there
+            if stale:
+                return
             for p in self.step.parameters.all:
                 receive(p)
             if self.step.accumulation.is_last_pass:
                 self.step.free(list(self.step.stepped.values()))
             self.step.gradients_moved()
+
+    def _drops(self) -> bool:
+        """Whether the gradients of the pass that is running are dropped; see :attr:`Step.drops_gradients`."""
+        now = current_pass()
+        if self._dropped[0] != now:
+            drops = self.step.drops_gradients
+            every = self.step.parameters.all if drops else []
+            self._dropped = (now, [(p, p.grad) for p in every if isinstance(p.grad, ConsumedGradient)])
+        return bool(self._dropped[1])
 
     def before_forward(self) -> None:
         """Called before forward if gradients are views of buckets.
@@ -199,7 +211,6 @@ class DdpSource(Source):
     def remove(self) -> None:
         """See :class:`Source`. A user's communication hook goes on reducing, or the numbers would change."""
         super().remove()
-        self._hook.will_note([], instead_of=self._noted)
         self._remove_module_hooks()
         self._hook.remove_listener(self)
 

@@ -121,6 +121,11 @@ class ModuleSource(Source):
                 "a gradient arrived outside of backward(), as after set_manual_backward_finalization(True); that "
                 "cannot be overlapped, so leave the end of backward to torch"
             )
+        if self.step.drops_gradients:
+            self._gathering = False
+            if not is_nested():
+                self._begin(now)
+            return
         self.step.gradients_arrive()
         if not self._looked_for_ddp:
             self._looked_for_ddp = True
@@ -136,8 +141,11 @@ class ModuleSource(Source):
             return
         self.step.begin_pass()
         self._refresh()
-        self._pass = now
         self._gathering = self.step.accumulation.is_last_pass and not self._reentrant
+        self._begin(now)
+
+    def _begin(self, now: int) -> None:
+        self._pass = now
         queue_callback(_end_of_pass(weakref.ref(self)))
 
     def _add(self, p: Tensor) -> None:

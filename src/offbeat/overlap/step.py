@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from offbeat.engine.owned import gradient_of
 from offbeat.overlap.accumulation import Accumulation
 from offbeat.overlap.clipping import Clipping
-from offbeat.overlap.consumed import Placeholders, settle
+from offbeat.overlap.consumed import Placeholders, is_stale, settle
 from offbeat.overlap.options import check_options_unchanged, options_of
 from offbeat.overlap.parameters import Parameters
 from offbeat.overlap.registry import overlapped
@@ -90,6 +90,15 @@ class Step:
 
     # During backward
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether the gradients of the last step have not been cleared, so that nobody can use what is added to them.
+
+        That is right for a loss that goes through a module whose gradients are then cleared, as a generator's does
+        through the discriminator. If they are not, ``optimizer.step()`` raises.
+        """
+        return not self.is_open and any(is_stale(p.grad) for p in self.parameters.all)
+
     def gradients_arrive(self) -> None:
         """Called when a backward pass brings its first gradient."""
         if self.is_finished and self.is_open:
@@ -103,6 +112,8 @@ class Step:
 
     def begin_pass(self) -> None:
         """Count a backward pass. Raises if its gradients would be added to used ones."""
+        if self.accumulation.is_over and not self.stepped and self.scaling is None:
+            return  # all updates wait for optimizer.step(), and so they can wait for one more pass
         try:
             self.accumulation.begin_pass()
         except RuntimeError:
