@@ -1,4 +1,4 @@
-"""Turns a kernel's C source into a loaded library, once per machine.
+"""Turns a kernel's C source into a loaded library, once per machine. Kernels that the package has need no compiler.
 
 Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory). A library's name is
 made from the source, the processor and the compiler. Without a compiler, a library from the same source for the same
@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import fnmatch
 import functools
-import hashlib
 import os
 import platform
 import shlex
@@ -23,6 +22,8 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+
+from offbeat.engine.cpu.shipped import Shipped, digest, shipped
 
 #: Contraction is off, so that the new value of an element does not depend on its position in a tensor.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
@@ -80,11 +81,6 @@ def _target() -> str:
     except OSError:
         cpu = platform.processor()
     return "\n".join((platform.machine(), cpu, " ".join(OPTIONS)))
-
-
-def digest(text: str) -> str:
-    """A short hash, for the name of a file."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def cache_directory() -> Path:
@@ -217,8 +213,10 @@ def _private_directory() -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def load(source: str) -> ctypes.CDLL:
-    """The library made from ``source``. Raises :class:`CompilerError`."""
+def load(source: str) -> ctypes.CDLL | Shipped:
+    """The library made from ``source``: the package's, one from the cache, or a new one. Raises :class:`CompilerError`."""
+    if (found := shipped(source)) is not None:
+        return found
     name = digest(source + _target())
     reason = why_no_compiler()
     made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"
