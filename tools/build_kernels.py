@@ -2,8 +2,8 @@
 
     python tools/build_kernels.py [--into build/kernels] [--rules AdamW SGD ...] [--levels x86-64-v3 ...]
 
-It makes a step with every optimizer, under every structure of its maths and in every dtype, and records the sources that
-the engine wants compiled; the codecs of ``offbeat.wire`` are among them. There is one library for each level of
+It makes a step with every optimizer, under every structure of its maths and in every dtype, and records the sources
+that the engine wants compiled; the codecs of ``offbeat.wire`` are among them. There is one library for each level of
 processors (see ``src/offbeat/engine/cpu/shipped.py``). ``make wheel`` then builds a wheel for this platform: setup.py
 puts the libraries into it. Without a C compiler nothing is built, and the wheel is pure.
 """

@@ -16,12 +16,11 @@ from typing import Any
 
 __all__ = ["LEVELS", "Shipped", "digest", "file_of", "shipped"]
 
-#: Levels of processors as compilers call them, the best first, with what /proc/cpuinfo must say of the processor.
+_V3 = frozenset({"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+#: For each kind of machine its levels, named as for -march, the best first, and the flags that /proc/cpuinfo must have.
 LEVELS: dict[str, dict[str, frozenset[str]]] = {
-    "x86_64": {
-        "x86-64-v4": frozenset("avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl".split()),
-        "x86-64-v3": frozenset("avx2 bmi1 bmi2 f16c fma abm movbe".split()),
-    },
+    "x86_64": {"x86-64-v4": _V4, "x86-64-v3": _V3},
     "aarch64": {"armv8-a": frozenset()},
     "arm64": {"armv8-a": frozenset()},
 }
