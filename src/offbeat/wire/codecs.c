@@ -104,8 +104,8 @@ INLINE void decode_int_block(const u8 *data, int width, f32 *out, int add, int b
     for (int j = 0; j < width; ++j) out[j] = values[j];
 }
 
-#define INT_CODEC(name, block, bits, low, high, is_signed, cap)                                                        \
-  i64 offbeat_encode_##name(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *unused) {                          \
+#define INT_CODEC(encode, decode, block, bits, low, high, is_signed, cap)                                              \
+  i64 encode(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *unused) {                                         \
     i64 record = 2 + block * bits / 8, whole = n / block;                                                              \
     int rest = (int)(n % block);                                                                                       \
     for (i64 b = 0; b < whole; ++b)                                                                                    \
@@ -115,7 +115,7 @@ INLINE void decode_int_block(const u8 *data, int width, f32 *out, int add, int b
     return !rest || encode_int_block(x + whole * block, rest, out + whole * record,                                    \
                                      residual ? residual + whole * block : 0, bits, low, high, is_signed, cap);        \
   }                                                                                                                    \
-  void offbeat_decode_##name(const u8 *data, i64 n, f32 *out, i64 add, const i64 *unused) {                            \
+  void decode(const u8 *data, i64 n, f32 *out, i64 add, const i64 *unused) {                                           \
     i64 record = 2 + block * bits / 8, whole = n / block;                                                              \
     int rest = (int)(n % block);                                                                                       \
     for (i64 b = 0; b < whole; ++b)                                                                                    \
@@ -123,9 +123,9 @@ INLINE void decode_int_block(const u8 *data, int width, f32 *out, int add, int b
     if (rest) decode_int_block(data + whole * record, rest, out + whole * block, add != 0, bits, low);                 \
   }
 
-INT_CODEC(int8, 256, 8, -127, 127, 0, 0x7c01u)
-INT_CODEC(int4, 64, 4, -7, 8, 1, 0x7dffu)
-INT_CODEC(int2, 32, 2, -1, 2, 1, 0x7effu)
+INT_CODEC(offbeat_encode_int8, offbeat_decode_int8, 256, 8, -127, 127, 0, 0x7c01u)
+INT_CODEC(offbeat_encode_int4, offbeat_decode_int4, 64, 4, -7, 8, 1, 0x7dffu)
+INT_CODEC(offbeat_encode_int2, offbeat_decode_int2, 32, 2, -1, 2, 1, 0x7effu)
 
 /* Half precision. */
 

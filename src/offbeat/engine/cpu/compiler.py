@@ -1,4 +1,4 @@
-"""Turns a kernel's C source into a loaded library, once per machine.
+"""Turns a kernel's C source into a loaded library, once per machine. Kernels that the package has need no compiler.
 
 Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory). A library's name is
 made from the source, the processor and the compiler. Without a compiler, a library from the same source for the same
@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import fnmatch
 import functools
-import hashlib
+import importlib.util
 import os
 import platform
 import shlex
@@ -24,6 +24,8 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from offbeat.engine.cpu.shipped import Shipped, digest, shipped
+
 #: Contraction is off, so that the new value of an element does not depend on its position in a tensor.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
 COMPILE_SECONDS = 120
@@ -34,14 +36,26 @@ class CompilerError(RuntimeError):
 
 
 def find_compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> tuple[str, ...] | None:
-    """The command in an environment variable (it may have arguments), else the first of ``names`` that exists."""
-    return _find(os.environ.get(variable, ""), names)
+    """The command in an environment variable (it may have arguments), else the first of ``names`` that exists.
+
+    A C compiler may also come from the package ``ziglang``. Its C++ library is not the one that torch is made with.
+    """
+    given = os.environ.get(variable, "")
+    return _find(given, names) or (_zig() if variable == "CC" and not given.strip() else None)
 
 
 @functools.cache
 def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
     commands = [shlex.split(given)] if given.strip() else [[name] for name in names]
     return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
+
+
+@functools.cache
+def _zig() -> tuple[str, ...] | None:
+    package = importlib.util.find_spec("ziglang")
+    program = package and package.origin and shutil.which(Path(package.origin).with_name("zig"))
+    # Kernels need nothing from its C library, which it would compile at first use: that takes 20 s.
+    return (program, "cc", "-nostdlib") if program else None
 
 
 def why_not_wanted() -> str | None:
@@ -57,7 +71,7 @@ def why_no_compiler() -> str | None:
         return reason
     if find_compiler() is None:
         wanted = os.environ.get("CC") or "cc, gcc or clang"
-        return f"no C compiler ({wanted}) was found; install one, or set CC"
+        return f"no C compiler ({wanted}) was found; install one (pip install ziglang is enough), or set CC"
     return None
 
 
@@ -80,11 +94,6 @@ def _target() -> str:
     except OSError:
         cpu = platform.processor()
     return "\n".join((platform.machine(), cpu, " ".join(OPTIONS)))
-
-
-def digest(text: str) -> str:
-    """A short hash, for the name of a file."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def cache_directory() -> Path:
@@ -187,10 +196,10 @@ def warn_of_torch(reason: str) -> None:
     if why_not_wanted() is None and not _warned:
         _warned.append(reason)
         if why_no_compiler() is not None and why_not_readable() is not None:
-            ways = "Let this user read the directory (chmod -R a+rX); or install a C compiler"
+            ways = "Let this user read the directory (chmod -R a+rX); or install a C compiler (pip install ziglang)"
         else:
-            ways = "Install a C compiler; or fill a cache on a machine that has one, copy it and set "
-            ways += "OFFBEAT_CACHE_DIR to it"
+            ways = "Install a C compiler (pip install ziglang is one); or fill a cache on a machine that has one, copy "
+            ways += "it and set OFFBEAT_CACHE_DIR to it"
         warnings.warn(
             f"offbeat has no compiled kernels for the CPU: {reason}. Steps use torch's own operators, most of which "
             f"are slower. {ways}; or set OFFBEAT_NO_COMPILER=1, which also silences this warning",
@@ -217,8 +226,10 @@ def _private_directory() -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def load(source: str) -> ctypes.CDLL:
-    """The library made from ``source``. Raises :class:`CompilerError`."""
+def load(source: str) -> ctypes.CDLL | Shipped:
+    """The library made from ``source``: the package's own, a cached or a new one. Raises :class:`CompilerError`."""
+    if (found := shipped(source)) is not None:
+        return found
     name = digest(source + _target())
     reason = why_no_compiler()
     made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"

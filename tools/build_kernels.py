@@ -1,0 +1,125 @@
+"""Compiles the CPU kernels of all built-in rules into libraries that a wheel brings along.
+
+    python tools/build_kernels.py [--into build/kernels] [--rules AdamW SGD ...] [--levels x86-64-v3 ...]
+
+It makes a step with every optimizer, under every structure of its maths and in every dtype, and records the sources
+that the engine wants compiled; the codecs of ``offbeat.wire`` are among them. There is one library for each level of
+processors (see ``src/offbeat/engine/cpu/shipped.py``). ``make wheel`` then builds a wheel for this platform: setup.py
+puts the libraries into it. Without a C compiler nothing is built, and the wheel is pure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "src"))
+
+import torch  # noqa: E402
+
+from offbeat.engine.cpu import compiler, kernel, shipped  # noqa: E402
+from offbeat.optim import optimizers  # noqa: E402
+from offbeat.sync.slowmo import _SlowMomentum  # noqa: E402
+from offbeat.wire import native  # noqa: E402
+
+
+def classes() -> dict[str, Any]:
+    """The optimizers whose updates are kernels, by name."""
+    found = {name: getattr(optimizers, name) for name in optimizers.__all__}
+    found = {name: cls for name, cls in found.items() if hasattr(cls, "rule") and not cls.rule.dense}
+    return {**found, "SlowMo": _SlowMomentum}
+
+
+def structures(cls: Any) -> Iterator[dict[str, Any]]:
+    """Options that choose between variants of the maths, in every combination that the rule allows."""
+    choices = {hyper.name: (False, True) for hyper in cls.rule.hyper if hyper.type == "bool"}
+    choices |= {hyper.name: (0, 0.5) for hyper in cls.rule.hyper if hyper.name in ("momentum", "weight_decay")}
+    if "maximize" in cls.rule.surface.flags:
+        choices["maximize"] = (False, True)
+    for values in itertools.product(*choices.values()):
+        yield dict(zip(choices, values, strict=True))
+
+
+def sources(names: list[str]) -> list[str]:
+    """The C sources that steps want compiled."""
+    found: dict[str, None] = {}
+
+    def record(source: str) -> Any:
+        found[source] = None
+        raise compiler.CompilerError("it is only recorded")
+
+    kernel.load = native.load = record
+    for name in names:
+        for options, dtype in itertools.product(structures(classes()[name]), kernel.SUPPORTED):
+            p = torch.ones(2, 3, dtype=dtype, requires_grad=True)
+            p.grad = torch.ones_like(p)
+            try:
+                optimizer = classes()[name]([p], **options)
+            except ValueError:  # these do not go together
+                continue
+            optimizer.step()
+    native.native_kernels()
+    return list(found)
+
+
+def build(found: list[str], level: str, into: Path) -> None:
+    """Compile sources for one level of processors into one library."""
+    command = compiler.find_compiler()
+    assert command is not None
+    options = [f"-march={level}" if one == "-march=native" else one for one in compiler.OPTIONS]
+    link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-s"]
+    with tempfile.TemporaryDirectory() as work:
+
+        def compile_one(source: str) -> str:
+            name = shipped.digest(source)
+            path = Path(work) / f"{name}.c"
+            path.write_text(f"{source}\nconst char offbeat_has_{name} = 1;\n")
+            renamed = [f"-D{one}={one}_{name}" for one in sorted(set(re.findall(r"\boffbeat_\w+", source)))]
+            obj = path.with_suffix(".o")
+            subprocess.run([*command, *options, *renamed, "-c", str(path), "-o", str(obj)], check=True)
+            return str(obj)
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            objects = list(threads.map(compile_one, found))
+        library = Path(work) / "kernels.so"
+        subprocess.run([*command, "-shared", *link, *objects, "-o", str(library)], check=True)
+        into.mkdir(parents=True, exist_ok=True)
+        target = into / shipped.file_of(level).name
+        target.write_bytes(library.read_bytes())
+    print(f"{target}: {len(found)} sources, {target.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def main() -> None:
+    """Build the libraries for the machine this runs on."""
+    levels = list(shipped.LEVELS.get(platform.machine(), {}))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=ROOT / "build" / "kernels")
+    parser.add_argument("--rules", nargs="+", default=list(classes()), choices=list(classes()), metavar="RULE")
+    parser.add_argument("--levels", nargs="+", default=levels, choices=levels, metavar="LEVEL")
+    given = parser.parse_args()
+    if why_not := compiler.why_no_compiler() or ("" if levels else f"there are no levels for {platform.machine()}"):
+        print(f"no kernels are built: {why_not}")
+        return
+    for old in given.into.glob("kernels-*.so"):
+        old.unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = sources(given.rules)
+    for level in given.levels:
+        build(found, level, given.into)
+
+
+if __name__ == "__main__":
+    main()
