@@ -582,9 +582,10 @@ def manual_accumulation_under_ddp(rank, world):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    found = []
-    for callbacks in ([], [Offbeat(overlap=True)]):
-        found.append(fit(Gan(), trainer(world, *callbacks, strategy="ddp_find_unused_parameters_true"), rank, 6))
+    found = [
+        fit(Gan(), trainer(world, *callbacks, strategy="ddp_find_unused_parameters_true"), rank, 6)
+        for callbacks in ([], [Offbeat(overlap=True)])
+    ]
     assert_same(*found)
     without = fit(Accumulates(), trainer(world), rank, 6)
     module = fit(Accumulates(), trainer(world, Offbeat(overlap=True)), rank, 6)
