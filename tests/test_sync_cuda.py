@@ -12,6 +12,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from offbeat.sync.agreement import Shares
+from offbeat.sync.exchange import Exchange
+from offbeat.sync.items import Item
+from offbeat.wire.peers import GroupPeers
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -82,7 +86,7 @@ def failing(rank: int, world: int) -> bool:
             p.add_(rank)
     before = [p.detach().clone() for p in model.parameters()]
     local = offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.0), model, subgroup=None, bucket_mb=0.05)
-    real, calls = dist.all_reduce, [0]
+    real, calls = GroupPeers.all_reduce, [0]
 
     def all_reduce(*args, **kwargs):
         calls[0] += 1
@@ -90,12 +94,12 @@ def failing(rank: int, world: int) -> bool:
             raise RuntimeError("gone")
         return real(*args, **kwargs)
 
-    dist.all_reduce = all_reduce
+    GroupPeers.all_reduce = all_reduce
     try:
         with pytest.raises(RuntimeError, match="gone"):
             local.step()
     finally:
-        dist.all_reduce = real
+        GroupPeers.all_reduce = real
     dist.barrier()
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
@@ -118,30 +122,15 @@ def test_nccl_of_one_rank(tmp_path):
 
 
 def test_nccl_reduces_what_the_exchange_gives_it(tmp_path):
-    """One rank cannot average, but its buckets can go through NCCL: at once and through a thread and a stream."""
-    from offbeat.sync.agreement import Shares
-    from offbeat.sync.background import Flight, Snapshot
-    from offbeat.sync.exchange import Exchange
-    from offbeat.sync.items import Item
-
+    """One rank cannot average, but its buckets can go through NCCL. Rounds with a delay use gloo."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         tensors = [torch.randn(1000, 100, device="cuda"), torch.randn(77, device="cuda").half()]
         before = [t.clone() for t in tensors]
-        items = [Item(str(i), t) for i, t in enumerate(tensors)]
-        exchange = Exchange(100_000)
         half = Shares(0.5, 2, True)  # as if there were another rank, with zeros
-        exchange.average(items, dist.group.WORLD, half)
+        items = [Item(str(i), t) for i, t in enumerate(tensors)]
+        Exchange(100_000).average(items, GroupPeers(dist.group.WORLD, [0]), half)
         for t, b in zip(tensors, before, strict=True):
             torch.testing.assert_close(t, b / 2)
-        for place in (None, torch.device("cpu")):
-            for t, b in zip(tensors, before, strict=True):
-                t.copy_(b)
-            flight = Flight(items, Snapshot(place), exchange, dist.group.WORLD, lambda: half)
-            for t in tensors:
-                t.add_(1.0)  # training goes on
-            flight.land({item.name: item for item in items})
-            for t, b in zip(tensors, before, strict=True):
-                torch.testing.assert_close(t, b / 2 + 1, rtol=2e-3, atol=2e-3)
     finally:
         dist.destroy_process_group()

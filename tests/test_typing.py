@@ -128,9 +128,10 @@ def keywords(cls):
 
 
 def test_options_that_are_passed_on_are_those_of_the_class():
-    replica, local = keywords(offbeat.Replica), keywords(offbeat.LocalSGD)
-    assert {name: local[name] for name in replica} == replica
-    # For SlowMo and DiLoCo. Those of a TypedDict are ForwardRefs.
+    replica = keywords(offbeat.Replica)
+    for cls in (offbeat.LocalSGD, offbeat.SlowMo, offbeat.DiLoCo):
+        assert "ReplicaOptions" in str(inspect.signature(cls).parameters["options"].annotation), cls
+    # Those of a TypedDict are ForwardRefs.
     passed_on = {name: hint.__forward_arg__ for name, hint in options.ReplicaOptions.__annotations__.items()}
     assert passed_on == {name: annotation for name, (annotation, _) in replica.items()}
     level = {field.name: field.type for field in dataclasses.fields(offbeat.Level)}

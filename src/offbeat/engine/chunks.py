@@ -17,6 +17,7 @@ from offbeat.engine.cpu.kernel import CpuKernel
 from offbeat.engine.elementwise import stages
 from offbeat.engine.options import Options
 from offbeat.engine.tensors import is_dense
+from offbeat.rules.products import Products
 from offbeat.rules.rule import Values
 
 __all__ = ["Chunk"]
@@ -29,6 +30,7 @@ class Chunk:
         at: their positions in the batch.
         params: their local tensors.
         dtype: the dtype of their stack.
+        products: the products that the transform is told to use.
         shape: the shape of a whole parameter, if ``params`` are pieces.
 
     Attributes:
@@ -41,9 +43,15 @@ class Chunk:
     about: Values
 
     def __init__(
-        self, at: list[int], params: list[Tensor], dtype: torch.dtype, shape: tuple[int, ...] | None = None
+        self,
+        at: list[int],
+        params: list[Tensor],
+        dtype: torch.dtype,
+        products: Products,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         self.at, self.params, self.dtype = at, params, dtype
+        self._products = products
         self.kernels: Kernels | None = None
         p = params[0]
         self._shape = (len(at), *p.shape)
@@ -81,7 +89,8 @@ class Chunk:
         assert matrix is not None
         self.scalars = {**numbers, **matrix.scales(h, self._whole)}
         c = Values(**self.scalars, **options.structure)
-        self.about = Values(h=options.h, c=c, params=self.params, dtype=self.params[0].dtype, shape=self._whole)
+        about = {"params": self.params, "dtype": self.params[0].dtype, "shape": self._whole}
+        self.about = Values(h=options.h, c=c, products=self._products, **about)
         self._for = options, numbers
         if self.kernels is not None and not self.kernels.set_numbers(self.scalars):
             self.kernels = None

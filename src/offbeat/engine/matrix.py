@@ -20,6 +20,7 @@ from offbeat.engine.agree import check_same_gradients
 from offbeat.engine.batch import TensorBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.chunks import Chunk, Kernels
+from offbeat.engine.cuda.products import products_for
 from offbeat.engine.elementwise import stages
 from offbeat.engine.exchange import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
 from offbeat.engine.extras import Extras
@@ -29,6 +30,7 @@ from offbeat.engine.pieces import Task, run_pieces, run_whole
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
+from offbeat.rules.products import Products
 from offbeat.rules.rule import Matrix, Values
 
 __all__ = ["WHOLE", "MatrixBatch"]
@@ -36,7 +38,7 @@ __all__ = ["WHOLE", "MatrixBatch"]
 #: Bytes of the stacks of one chunk: on the CPU what a cache holds, elsewhere enough to keep the device busy. A single
 #: parameter may need more.
 CHUNK_BYTES = {"cpu": 4 << 20}
-OTHERS = 256 << 20
+OTHERS = 448 << 20
 
 WHOLE = Choice("matrix", "whole matrices, stacked by shape")
 
@@ -265,7 +267,12 @@ class MatrixBatch(TensorBatch):
         else:
             read = [self.dtypes[1], *(self.dtypes[2 + i] for i in self._like)]
             dtype = matrix.dtype(options.h) or compute_dtype(read)
-        return Chunk(at, [self.shards[i] for i in at], dtype, shape)
+        params = [self.shards[i] for i in at]
+        return Chunk(at, params, dtype, self._products(dtype), shape)
+
+    def _products(self, dtype: torch.dtype) -> Products:
+        """What a transform is told to multiply with; a traced step has to show torch its products."""
+        return Products() if self._symbolic else products_for(dtype, self.shards[0].device)
 
     def _run_chunk(self, options: Options, chunk: Chunk) -> bool:
         """Update the parameters of a chunk; returns whether kernels have written to rows of the book."""
@@ -314,7 +321,9 @@ class MatrixBatch(TensorBatch):
 
     def _about(self, options: Options, scalars: Mapping[str, Any], shape: tuple[int, ...]) -> Values:
         c = Values(**scalars, **options.structure)
-        return Values(h=options.h, c=c, params=[], dtype=self.shards[0].dtype, shape=shape)
+        assert options.rule.matrix is not None
+        products = self._products(_dtype_of_x(options.rule.matrix, options, self.shards[:1]))
+        return Values(h=options.h, c=c, params=[], dtype=self.shards[0].dtype, shape=shape, products=products)
 
     def _before(self, options: Options, chunk: list[int], scalars: Mapping[str, Any], parts: list[Tensor]) -> None:
         """Write ``x`` of these parameters into ``parts``."""

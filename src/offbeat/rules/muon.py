@@ -83,7 +83,8 @@ def averaged(g, momentum_buffer, c):  # type: ignore[no-untyped-def]
 
 def orthogonalise(x: Tensor, about: Values) -> tuple[Tensor]:
     stack = x.flatten(0, -3)
-    return (newton_schulz(stack, about.h.ns_coefficients, about.h.ns_steps, about.h.eps).view_as(x),)
+    h = about.h
+    return (newton_schulz(stack, h.ns_coefficients, h.ns_steps, h.eps, about.products).view_as(x),)
 
 
 def muon(p, g, c):  # type: ignore[no-untyped-def]

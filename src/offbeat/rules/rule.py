@@ -171,8 +171,10 @@ class Matrix:
             parameters of equal shape, and stacks of the slots that have a :attr:`Slot.shape`. Returns what
             :attr:`Rule.update` gets as its gradient ``g``, and the new values of these slots in order. ``about`` has
             the attributes ``h`` (hyperparameters), ``c`` (coefficients and structure), ``params`` (the ``n``
-            parameters; do not write to them), ``dtype`` (their dtype) and ``shape`` (the shape of a whole one). The
-            result for one parameter must not depend on the others in the stack.
+            parameters; do not write to them), ``dtype`` (their dtype), ``shape`` (the shape of a whole one) and
+            ``products`` (the quickest symmetric products on the device of ``x``:
+            :class:`offbeat.rules.products.Products`). The result for one parameter must not depend on the others in
+            the stack.
         before: the elementwise part that computes ``x``, called as ``before(g, <slots>, c)``. It returns ``x`` and the
             new values of the slots that it names. The transform may then write to ``x``. If it is None, ``x`` is the
             gradient itself, and the transform must not write to it.
