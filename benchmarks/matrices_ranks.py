@@ -1,12 +1,14 @@
 """Muon on several ranks of one machine: processor time a rank and step, and the bytes that a rank sends.
 
-    python -m benchmarks.matrices_ranks [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
+    python -m benchmarks.matrices_ranks [--device cpu] [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
 
-Processes joined by gloo, one thread each. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters
+Processes joined by gloo, one thread each. On a GPU all ranks share one, and the products' time is that of their kernels,
+as torch's profiler has it for one step. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters
 on every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives,
 where an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least:
 for an all-reduce each number twice but for its own part; to owners, each gradient once and each update once to every
-other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json.
+other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json (matrices-ranks-cuda on a
+GPU).
 """
 
 from __future__ import annotations
@@ -70,15 +72,16 @@ class Sent:
         dist.all_reduce = counted_all_reduce
 
 
-def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any) -> tuple[Any, Any]:
+def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any, device: str) -> tuple[Any, Any]:
     """Two functions: one that computes and reduces gradients, and one that steps."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard
 
-    model = Matrices(shapes)
+    model = Matrices(shapes).to(device)
     if kind == "FSDP2":  # which reduces and gathers by itself; here it is about the optimizer alone
-        params = [distribute_tensor(p.detach(), mesh, [Shard(0)]) for p in model.all]
-        for p in params:
-            p.grad = distribute_tensor(torch.ones(p.shape), mesh, [Shard(0)])
+        shards = [p.detach().chunk(dist.get_world_size())[dist.get_rank()].clone() for p in model.all]
+        params = [DTensor.from_local(shard, mesh, [Shard(0)]) for shard in shards]
+        for p, shard in zip(params, shards, strict=True):
+            p.grad = DTensor.from_local(torch.ones_like(shard), mesh, [Shard(0)])
         return lambda: None, offbeat.Muon(params).step
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = offbeat.Muon(model.parameters())
@@ -108,12 +111,12 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh(given.device, (ranks,))
     sent = Sent()
     shapes: list[Any] = shapes_of(given.layers, given.width)
     found: dict[str, Any] = {}
     for kind in KINDS:
-        backward, step = step_of(kind, shapes, mesh)
+        backward, step = step_of(kind, shapes, mesh, given.device)
         reducing, stepping, gradients, updates = [], [], 0.0, 0.0
         for turn in range(given.repeat + 2):
             marks = [(time.process_time(), sent.bytes)]
@@ -131,9 +134,21 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
             "gradients_mb": gradients,
             "updates_mb": updates,
         }
+        if given.device == "cuda":
+            backward()
+            found[kind]["products_ms"] = products_ms(step)
     answers.put((rank, found))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def products_ms(step: Any) -> float:
+    """What the kernels for products take in one step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    names = ("symmetric", "add_product")
+    return sum(event.self_device_time_total for event in profile.key_averages() if event.key in names) / 1e3
 
 
 def measure(ranks: int, given: Any) -> dict[str, Any]:
@@ -159,6 +174,7 @@ def measure(ranks: int, given: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -185,8 +201,8 @@ def main() -> None:
         "gathering and reducing",
         "",
         "| ranks | who does what | `step()`, processor ms | backward, processor ms | gradients, MB | updates, MB "
-        "| together, MB (bound) |",
-        "|---|---|---|---|---|---|---|",
+        "| together, MB (bound) |" + (" products on the GPU, ms |" if given.device == "cuda" else ""),
+        "|---|---|---|---|---|---|---|" + ("---|" if given.device == "cuda" else ""),
     ]
     for ranks, by_kind in results.items():
         for kind, one in by_kind.items():
@@ -194,12 +210,14 @@ def main() -> None:
             lines.append(
                 f"| {ranks} | {kind} | {one['busy_ms']:.0f} ({one['most_busy_ms']:.0f}) | {one['backward_ms']:.0f} "
                 f"| {one['gradients_mb']:.2f} | {one['updates_mb']:.2f} | {together:.2f} ({one['bound_mb']:.2f}) |"
+                + (f" {one['products_ms']:.2f} |" if given.device == "cuda" else "")
             )
     text = "\n".join(lines) + "\n"
     print(text)
     if given.save:
-        (RESULTS / "matrices-ranks.md").write_text(text)
-        (RESULTS / "matrices-ranks.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1))
+        path = RESULTS / ("matrices-ranks" + ("-cuda" if given.device == "cuda" else ""))
+        path.with_suffix(".md").write_text(text)
+        path.with_suffix(".json").write_text(json.dumps({"machine": machine, "results": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ def compile_kernel(name, kinds, constants, warps):
     from offbeat.engine.cuda import product_kernels
 
     function = getattr(product_kernels, name)
-    others = dict.fromkeys(("plus", "out", "y"), "*bf16") | dict.fromkeys(("alpha", "beta"), "fp32")
-    others |= dict.fromkeys(("m", "n", "k", "tiles", "down", "across"), "i32")
+    others = dict.fromkeys(("x", "by", "plus", "out", "y"), "*bf16") | dict.fromkeys(("alpha", "beta"), "fp32")
+    others |= dict.fromkeys(("m8", "n8", "k8", "numel8", "tiles", "down", "across", "blocks"), "i32")
     signature = {one: "constexpr" if one in constants else (others | kinds)[one] for one in function.arg_names}
     places = {(function.arg_names.index(one),): value for one, value in constants.items()}
     options = {"num_warps": warps, "num_stages": products.STAGES}
@@ -45,3 +45,5 @@ if __name__ == "__main__":
         constants = {"GROUP": products.GROUP, "ROWS": block, "COLUMNS": columns, "DEEP": deep}
         result = outcome(lambda: compile_kernel("add_product", kinds, constants, warps))
         print(f"add_product, {columns} columns: {result}", flush=True)
+    result = outcome(lambda: compile_kernel("divide", {}, {"BLOCK": products.ELEMENTS}, 4))
+    print(f"divide: {result}", flush=True)

@@ -358,7 +358,7 @@ def triton(monkeypatch):
 
 
 def launched(compiled):
-    kernel._launcher(compiled, 5)(9, "a", "b")
+    kernel.launcher(compiled)(5, 9, "a", "b")
     return compiled.documented, getattr(compiled.run, "calls", [])
 
 
@@ -374,9 +374,9 @@ def test_a_known_launch(triton, version, launcher):
 
 def test_listeners_are_told(triton):
     compiled = Kernel(Launcher())
-    launch = kernel._launcher(compiled, 5)
+    launch = kernel.launcher(compiled)
     triton.knobs.runtime.launch_exit_hook.calls.append(print)
-    launch(9, "a", "b")
+    launch(5, 9, "a", "b")
     assert (compiled.documented, compiled.run.calls) == (DOCUMENTED, [])
 
 
@@ -401,7 +401,7 @@ def test_attributes_that_are_gone(triton):
         compiled = Kernel(Launcher())
         delattr(compiled, name)
         assert not _torch.triton_launch_is_known(compiled)
-        kernel._launcher(compiled, 5)(9, "a", "b")
+        kernel.launcher(compiled)(5, 9, "a", "b")
         assert compiled.documented == DOCUMENTED
 
 

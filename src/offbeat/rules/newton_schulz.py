@@ -61,9 +61,11 @@ def newton_schulz(
         return _iterate(one, torch.mm, torch.addmm, factors, steps)[None]
     # Along memory, where a norm is quick, and has the bits of the norm of a single matrix.
     flat = (x if x.is_contiguous() else x.mT).flatten(1)
-    x.div_(torch.linalg.vector_norm(flat, dim=1).clamp_(min=eps).view(-1, 1, 1))
+    norms = torch.linalg.vector_norm(flat, dim=1).clamp_(min=eps)
     if products is not None and x.is_contiguous():
+        products.divide(x, norms)
         return _iterate_quickly(x, products, factors, steps)
+    x.div_(norms.view(-1, 1, 1))
     return _iterate(x, torch.bmm, torch.baddbmm, factors, steps)
 
 

@@ -16,14 +16,19 @@ class Products:
         return False
 
     def symmetric(
-        self, x: Tensor, out: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+        self,
+        x: Tensor,
+        out: Tensor,
+        plus: Tensor | None = None,
+        beta: float = 0.0,
+        alpha: float = 1.0,
     ) -> None:
         r"""Write :math:`\beta P + \alpha X X^\top` to ``out``.
 
         Args:
             x: the stack :math:`X`; it or its transpose is contiguous.
             out: another tensor, contiguous.
-            plus: the symmetric matrices :math:`P`, contiguous.
+            plus: the symmetric matrices :math:`P`, contiguous; by default zeros.
         """
         if plus is None:
             torch.bmm(x, x.mT, out=out).mul_(alpha)
@@ -33,3 +38,7 @@ class Products:
     def add_product(self, y: Tensor, left: Tensor, right: Tensor, beta: float, out: Tensor) -> None:
         r"""Write :math:`\beta Y + L R` to ``out``, another tensor. All are contiguous."""
         torch.baddbmm(y, left, right, beta=beta, out=out)
+
+    def divide(self, x: Tensor, by: Tensor) -> None:
+        """Divide each matrix of a contiguous stack by its number."""
+        x.div_(by.view(-1, 1, 1))

@@ -132,13 +132,13 @@ def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, .
         return lambda *more: compiled[(programs,)](*fixed, *more, block)
     index = device.index
     with torch.cuda.device(index):
-        launch = _launcher(compiled, programs)
+        launch = functools.partial(launcher(compiled), programs)
     # Addresses are passed as numbers, because Triton would query the driver for every tensor.
-    first = tuple(_address(a) for a in fixed)
+    first = tuple(address(a) for a in fixed)
     stream_of = _torch.raw_stream
 
     def run(*more: Any) -> None:
-        arguments = [_address(a) for a in more]
+        arguments = [address(a) for a in more]
         if torch.cuda.current_device() != index:
             with torch.cuda.device(index):
                 launch(stream_of(index), *first, *arguments, block)
@@ -148,27 +148,29 @@ def bind(compiled: Any, programs: int, device: torch.device, fixed: tuple[Any, .
     return run
 
 
-def _launcher(compiled: Any, programs: int) -> Callable[..., None]:
-    """A function that launches on a stream. It skips the code for profilers while no profiler is active.
+def launcher(compiled: Any) -> Callable[..., None]:
+    """A function of the number of programs, a stream and the arguments, constants included.
 
-    It does so only if the form of such a launch is known. That is checked here, before any launch.
+    It skips the code for profilers while no profiler is active, if the form of such a launch is known. That is checked
+    here, before any launch.
     """
-    runner = compiled[(programs, 1, 1)]
+    compiled[(1, 1, 1)]  # loads it
     known = _torch.triton_launch(compiled)
     if known is None:
-        return lambda stream, *arguments: runner(*arguments, stream=stream)
+        return lambda programs, stream, *arguments: compiled[(programs, 1, 1)](*arguments, stream=stream)
     run, function, metadata, before, after = known
 
-    def launch(stream: int, *arguments: Any) -> None:
+    def launch(programs: int, stream: int, *arguments: Any) -> None:
         if before or after:
-            runner(*arguments, stream=stream)
+            compiled[(programs, 1, 1)](*arguments, stream=stream)
         else:
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
 
     return launch
 
 
-def _address(a: Any) -> Any:
+def address(a: Any) -> Any:
+    """Where a tensor lies; anything else as it is."""
     return a.data_ptr() if isinstance(a, Tensor) else a
 
 

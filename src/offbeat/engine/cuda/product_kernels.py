@@ -8,7 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["add_product", "symmetric"]
+__all__ = ["add_product", "divide", "symmetric"]
+
+
+@triton.jit(do_not_specialize=["numel8", "blocks"])
+def divide(x, by, numel8, blocks, BLOCK: tl.constexpr):
+    """Divide each part of x, of 8 * numel8 elements, by its number."""
+    which = tl.program_id(0) // blocks
+    places = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = places < numel8 * 8
+    here = x + which.to(tl.int64) * (numel8 * 8) + places
+    quotient = tl.load(here, mask=inside).to(tl.float32) / tl.load(by + which).to(tl.float32)
+    tl.store(here, quotient.to(x.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -21,27 +32,20 @@ def _pair(tile):
     return tile - column * (column + 1) // 2, column
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n8", "k8", "tiles"])
 def symmetric(
-    x,
-    plus,
-    out,
-    n,
-    k,
-    tiles,
-    beta,
-    alpha,
-    PLUS: tl.constexpr,
-    TURNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEEP: tl.constexpr,
-):
-    """beta * plus + alpha * x x^T for each matrix of a stack; ``plus`` is symmetric. TURNED: x is stored as (k, n)."""
+    x, plus, out, n8, k8, tiles, beta, alpha,
+    PLUS: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """beta * plus + alpha * x x^T for each matrix of a stack; ``plus`` is symmetric.
+
+    TURNED: x is stored as (k, n). Sides are passed as numbers of groups of 8.
+    """
     program = tl.program_id(0)
     which = program // tiles
     row, column = _pair(program % tiles)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, k, DEEP):
+    for start in range(0, k8 * 8, DEEP):
         if TURNED:
             left = x.load([which, start, row * BLOCK]).reshape(DEEP, BLOCK)
             right = x.load([which, start, column * BLOCK]).reshape(DEEP, BLOCK)
@@ -50,38 +54,29 @@ def symmetric(
             left = x.load([which, row * BLOCK, start]).reshape(BLOCK, DEEP)
             right = x.load([which, column * BLOCK, start]).reshape(BLOCK, DEEP)
             total = tl.dot(left, tl.trans(right), total)
-    rows = row * BLOCK + tl.arange(0, BLOCK)[:, None]
-    columns = column * BLOCK + tl.arange(0, BLOCK)[None, :]
+    n = n8 * 8
+    rows = row * BLOCK + tl.arange(0, BLOCK)
+    columns = column * BLOCK + tl.arange(0, BLOCK)
     matrix = which.to(tl.int64) * n * n
-    # On the diagonal only the upper half is stored as it is, so that the result is symmetric to the bit.
-    inside = (columns < n) & (rows <= columns)
-    place = matrix + rows * n + columns
+    # Of a tile on the diagonal only the upper half is stored, so that the result is symmetric to the bit.
+    inside = (columns[None, :] < n) & (rows[:, None] <= columns[None, :])
+    place = matrix + rows[:, None] * n + columns[None, :]
     total = total * alpha
     if PLUS:
         total += beta * tl.load(plus + place, mask=inside, other=0.0).to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + place, rounded, mask=inside)
-    mirrored = matrix + columns * n + rows
-    tl.store(out + tl.trans(mirrored), tl.trans(rounded), mask=tl.trans(inside))
+    # Built anew and not turned: stores must be known to lie side by side.
+    mirrored = matrix + columns[:, None] * n + rows[None, :]
+    below = (columns[:, None] < n) & (rows[None, :] <= columns[:, None])
+    tl.store(out + mirrored, tl.trans(rounded), mask=below)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m8", "n8", "k8", "down", "across"])
 def add_product(
-    y,
-    left,
-    right,
-    out,
-    m,
-    n,
-    k,
-    down,
-    across,
-    beta,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEEP: tl.constexpr,
-):
+    y, left, right, out, m8, n8, k8, down, across, beta,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
     """beta * y + left @ right for each matrix of a stack: (m, n) = (m, k) @ (k, n)."""
     program = tl.program_id(0)
     which = program // (down * across)
@@ -92,10 +87,11 @@ def add_product(
     row = first + tile % (GROUP * across) % group
     column = tile % (GROUP * across) // group
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, k, DEEP):
+    for start in range(0, k8 * 8, DEEP):
         a = left.load([which, row * ROWS, start]).reshape(ROWS, DEEP)
         b = right.load([which, start, column * COLUMNS]).reshape(DEEP, COLUMNS)
         total = tl.dot(a, b, total)
+    m, n = m8 * 8, n8 * 8
     rows = row * ROWS + tl.arange(0, ROWS)[:, None]
     columns = column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     place = which.to(tl.int64) * m * n + rows * n + columns

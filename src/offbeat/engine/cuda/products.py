@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat.engine.cuda.kernel import is_interpreting, why_no_triton
+from offbeat import _torch
+from offbeat.engine.cuda.kernel import address, is_interpreting, launcher, why_no_triton
 from offbeat.rules.products import Products
 
 __all__ = ["TritonProducts", "products_for"]
@@ -26,6 +28,8 @@ BLOCK, DEEP, WARPS, STAGES = 128, 64, 8, 3
 WIDE_FROM = 1024
 #: Rows of tiles that run together.
 GROUP = 8
+#: Elements that a program divides.
+ELEMENTS = 2048
 #: The largest relative error of a product that counts as right; rounding to bfloat16 alone is 0.002.
 TOLERANCE = 0.01
 
@@ -41,23 +45,21 @@ class TritonProducts(Products):
         self, x: Tensor, out: Tensor, plus: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
     ) -> None:
         """See :class:`~offbeat.rules.products.Products`."""
-        if not self.are_quick(x):
+        if not (self.are_quick(x) and _is_readable(out) and (plus is None or _is_readable(plus))):
             super().symmetric(x, out, plus, beta, alpha)
             return
         count, n, k = x.shape
         turned = not x.is_contiguous()
+        read = _described(x.mT, DEEP, BLOCK) if turned else _described(x, BLOCK, DEEP)
         down = -(-n // BLOCK)
         tiles = down * (down + 1) // 2
-        read = _described(x.mT, DEEP, BLOCK) if turned else _described(x, BLOCK, DEEP)
-        _start(
-            "symmetric", x.device, count * tiles,
-            read, x if plus is None else plus, out, n, _bound(k), tiles, beta, alpha,
-            PLUS=plus is not None, TURNED=turned, BLOCK=BLOCK, DEEP=DEEP, num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
+        arguments = (read, out if plus is None else plus, out, n // 8, _bound(k // 8), tiles, beta, alpha)
+        constants = {"PLUS": plus is not None, "TURNED": turned, "BLOCK": BLOCK, "DEEP": DEEP}
+        _start("symmetric", x, count * tiles, arguments, constants, WARPS)
 
     def add_product(self, y: Tensor, left: Tensor, right: Tensor, beta: float, out: Tensor) -> None:
         """See :class:`~offbeat.rules.products.Products`."""
-        if not all(map(_is_readable, (y, left, right))):
+        if not all(map(_is_readable, (y, left, right, out))):
             super().add_product(y, left, right, beta, out)
             return
         count, m, n = y.shape
@@ -65,11 +67,18 @@ class TritonProducts(Products):
         columns, warps = (2 * BLOCK, 8) if k >= WIDE_FROM else (BLOCK, 4)
         down, across = -(-m // BLOCK), -(-n // columns)
         factors = _described(left, BLOCK, DEEP), _described(right, DEEP, columns)
-        _start(
-            "add_product", y.device, count * down * across,
-            y, *factors, out, m, n, _bound(k), down, across, beta,
-            GROUP=GROUP, ROWS=BLOCK, COLUMNS=columns, DEEP=DEEP, num_warps=warps, num_stages=STAGES,
-        )  # fmt: skip
+        arguments = (y, *factors, out, m // 8, n // 8, _bound(k // 8), down, across, beta)
+        constants = {"GROUP": GROUP, "ROWS": BLOCK, "COLUMNS": columns, "DEEP": DEEP}
+        _start("add_product", y, count * down * across, arguments, constants, warps)
+
+    def divide(self, x: Tensor, by: Tensor) -> None:
+        """See :class:`~offbeat.rules.products.Products`."""
+        if not _is_readable(x):
+            super().divide(x, by)
+            return
+        blocks = -(-x[0].numel() // ELEMENTS)
+        arguments = (x, by, x[0].numel() // 8, blocks)
+        _start("divide", x, len(x) * blocks, arguments, {"BLOCK": ELEMENTS}, 4)
 
 
 def products_for(dtype: torch.dtype, device: torch.device) -> Products:
@@ -107,7 +116,9 @@ def _errors(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, flo
         x = torch.randn(2, rows, columns, generator=generator, device=device).to(dtype) / columns**0.5
         side = min(rows, columns)
         wide, gram, power = rows <= columns, x.new_empty(2, side, side), x.new_empty(2, side, side)
-        out, exact = torch.empty_like(x), x.double()
+        out, exact = x.clone(), x.double()
+        _TRITON.divide(out, x[:, 0, 0].contiguous())
+        yield "quotients", _distance(out, exact / exact[:, :1, :1])
         flat = x if wide else x.mT
         _TRITON.symmetric(flat, gram)
         yield "symmetric products", _distance(gram, flat.double() @ flat.double().mT)
@@ -156,12 +167,23 @@ def _bound(k: int) -> Any:
     return importlib.import_module("triton.language").constexpr(k)
 
 
-def _start(name: str, device: torch.device, programs: int, *arguments: Any, **constants: Any) -> None:
-    from offbeat.engine.cuda import product_kernels
+def _start(
+    name: str, x: Tensor, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], warps: int
+) -> None:
+    """Run a kernel. What Triton does at every launch takes longer than many of these kernels, so it is done once."""
+    if is_interpreting():
+        kernels = importlib.import_module("offbeat.engine.cuda.product_kernels")
+        getattr(kernels, name)[(programs,)](*arguments, **constants)
+        return
+    device = x.device
+    with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
+        key = (name, x.dtype, device, *constants.values())
+        if key not in _launches:
+            kernels = importlib.import_module("offbeat.engine.cuda.product_kernels")
+            function, options = getattr(kernels, name), {"num_warps": warps, "num_stages": STAGES}
+            _launches[key] = launcher(function.warmup(*arguments, **constants, grid=(1,), **options))
+        _launches[key](programs, _torch.raw_stream(device.index), *map(address, arguments), *constants.values())
 
-    kernel = getattr(product_kernels, name)[(programs,)]
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel(*arguments, **constants)
-    else:
-        kernel(*arguments, **constants)
+
+#: How compiled kernels are launched, by name, dtype, device and constants. Their code depends on nothing else.
+_launches: dict[Any, Any] = {}
