@@ -2,13 +2,13 @@
 
     python -m benchmarks.matrices_ranks [--device cpu] [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
 
-Processes joined by gloo, one thread each. On a GPU all ranks share one, and the products' time is that of their kernels,
-as torch's profiler has it for one step. "every rank does all", "DDP, shared" and "DDP, to owners" have all parameters
-on every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives,
-where an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least:
-for an all-reduce each number twice but for its own part; to owners, each gradient once and each update once to every
-other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json (matrices-ranks-cuda on a
-GPU).
+Processes joined by gloo, one thread each. On a GPU all ranks share one, and the time of products is that of their
+kernels, as torch's profiler has it for one step. "every rank does all", "DDP, shared" and "DDP, to owners" have all
+parameters on every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to
+collectives, where an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a
+rank at least: for an all-reduce each number twice but for its own part; to owners, each gradient once and each update
+once to every other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json (matrices-
+ranks-cuda on a GPU).
 """
 
 from __future__ import annotations

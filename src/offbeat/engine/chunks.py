@@ -7,16 +7,20 @@ again: then every tensor lies where the tables say, in the layout and dtype that
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from offbeat.engine.cpu.kernel import CpuKernel
+from offbeat.engine.cuda.launch import Launches
 from offbeat.engine.elementwise import stages
+from offbeat.engine.extras import NOTHING
 from offbeat.engine.options import Options
+from offbeat.engine.scalars import CoefficientSets
 from offbeat.engine.tensors import is_dense
+from offbeat.engine.trace import TypedProgram
 from offbeat.rules.products import Products
 from offbeat.rules.rule import Values
 
@@ -121,12 +125,23 @@ class Chunk:
             more = [2 + keys.index(key) for key in kept]
             names = stage.names(self.scalars)
             typed = (*types, *(dtypes[i] for i in more))
-            kernel = stage.found(kept, names, typed, self.params[0].device, known)
-            if kernel is None:
+            found = stage.found(kept, names, typed, self.params[0].device, known)
+            if found is None:
                 return
-            parts.append((kernel, [None if i is None else tables[i] for i in (*columns, *more)], names))
-        self.kernels = Kernels(self.at, self.params[0].numel(), x.itemsize, parts)
+            parts.append(Part(*found, [None if i is None else tables[i] for i in (*columns, *more)], names))
+        self.kernels = Kernels(self.at, self.params[0], x.itemsize, parts)
         self.kernels.set_numbers(self.scalars)
+
+
+class Part(NamedTuple):
+    """An elementwise part: its program, its C kernel (None: Triton's), its tables of addresses (None: the stack) and
+    the names of its coefficients.
+    """
+
+    typed: TypedProgram
+    kernel: CpuKernel | None
+    tables: Sequence[array[int] | None]
+    names: tuple[str, ...]
 
 
 class Kernels:
@@ -134,40 +149,44 @@ class Kernels:
 
     Args:
         at: the rows.
-        numel: the number of elements of each.
+        one: a parameter of the chunk.
         width: the bytes of an element of the stack.
-        parts: for each part the kernel, its columns (tables of addresses; None for the stack) and its coefficients.
+        parts: the parts.
     """
 
-    def __init__(
-        self,
-        at: list[int],
-        numel: int,
-        width: int,
-        parts: Sequence[tuple[CpuKernel, Sequence[array[int] | None], tuple[str, ...]]],
-    ) -> None:
+    def __init__(self, at: list[int], one: Tensor, width: int, parts: Sequence[Part]) -> None:
         n = len(at)
-        self._at, self._bytes = at, numel * width
-        self._names = [names for _, _, names in parts]
+        self._at, self._bytes = at, one.numel() * width
+        self._names = [part.names for part in parts]
         self._numbers = [array("d", bytes(8 * len(names))) for names in self._names]
+        self._sets = CoefficientSets(None, [{}])
         self._stack = array("q", bytes(8 * n))
         self._copied: list[tuple[array[int], array[int]]] = []
-        sizes, none = array("q", [numel] * n), array("q", bytes(8 * n))
+        self._sizes = array("q", [one.numel()] * n)
         self._before, self._after = (
-            kernel.prepare([self._place(table) for table in columns], sizes, none, numbers, n * numel)
-            for (kernel, columns, _), numbers in zip(parts, self._numbers, strict=True)
+            self._on_device(part, one.device) if part.kernel is None else self._on_cpu(part, part.kernel, numbers)
+            for part, numbers in zip(parts, self._numbers, strict=True)
         )
 
-    def _place(self, table: array[int] | None) -> tuple[array[int], int]:
-        """A table and the row in it from which on the addresses of these rows stand."""
-        if table is None:
-            return self._stack, 0
+    def _on_cpu(self, part: Part, kernel: CpuKernel, numbers: array[float]) -> Callable[[], None]:
         first, n = self._at[0], len(self._at)
-        if self._at == list(range(first, first + n)):
-            return table, first
-        own = array("q", bytes(8 * n))
+        in_order = self._at == list(range(first, first + n))
+        columns = [
+            (self._stack, 0) if table is None else (table, first) if in_order else (self._copy(table), 0)
+            for table in part.tables
+        ]
+        return kernel.prepare(columns, self._sizes, array("q", bytes(8 * n)), numbers, sum(self._sizes))
+
+    def _on_device(self, part: Part, device: torch.device) -> Callable[[], None]:
+        launches = Launches(part.typed, self._sizes, device)
+        columns = [self._stack if table is None else self._copy(table) for table in part.tables]
+        return lambda: launches.with_sets(columns, self._sets, NOTHING)
+
+    def _copy(self, table: array[int]) -> array[int]:
+        """These rows of a table, up to date in every step."""
+        own = array("q", bytes(8 * len(self._at)))
         self._copied.append((own, table))
-        return own, 0
+        return own
 
     def set_numbers(self, scalars: Mapping[str, Any]) -> bool:
         """Take the coefficients of a step. False if they have other names."""
@@ -176,6 +195,7 @@ class Kernels:
                 numbers[:] = array("d", [scalars[name] for name in names])
         except KeyError:
             return False
+        self._sets = CoefficientSets(None, [dict(scalars)])
         return True
 
     def before(self, x: Tensor) -> None:

@@ -61,11 +61,13 @@ class Stage:
         dtypes: tuple[torch.dtype, ...],
         device: torch.device,
         known: Mapping[Any, Any],
-    ) -> CpuKernel | None:
-        """The compiled kernel that :meth:`run` has used for columns of these dtypes; None if it has used none."""
+    ) -> tuple[TypedProgram, Any] | None:
+        """The program that :meth:`run` has made a kernel from for columns of these dtypes, and the kernel if it is C.
+
+        None if it has run no kernel.
+        """
         found = known.get((self, keys, names, dtypes, device))
-        kernel = None if found is None else found[2]
-        return kernel if isinstance(kernel, CpuKernel) else None
+        return None if found is None or found[1] != "fused" else (found[0], found[2])
 
     def run(
         self,

@@ -58,18 +58,21 @@ def symmetric(
     rows = row * BLOCK + tl.arange(0, BLOCK)
     columns = column * BLOCK + tl.arange(0, BLOCK)
     matrix = which.to(tl.int64) * n * n
-    # Of a tile on the diagonal only the upper half is stored, so that the result is symmetric to the bit.
-    inside = (columns[None, :] < n) & (rows[:, None] <= columns[None, :])
+    inside = (rows[:, None] < n) & (columns[None, :] < n)
     place = matrix + rows[:, None] * n + columns[None, :]
     total = total * alpha
     if PLUS:
         total += beta * tl.load(plus + place, mask=inside, other=0.0).to(tl.float32)
-    rounded = total.to(out.dtype.element_ty)
-    tl.store(out + place, rounded, mask=inside)
-    # Built anew and not turned: stores must be known to lie side by side.
-    mirrored = matrix + columns[:, None] * n + rows[None, :]
-    below = (columns[:, None] < n) & (rows[None, :] <= columns[:, None])
-    tl.store(out + mirrored, tl.trans(rounded), mask=below)
+    if row == column:
+        # The lower half is the mirror image of the upper one, so that the result is symmetric to the bit.
+        total = tl.where(rows[:, None] <= columns[None, :], total, tl.trans(total))
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+    else:
+        rounded = total.to(out.dtype.element_ty)
+        tl.store(out + place, rounded, mask=inside)
+        # Built anew and not turned: stores must be known to lie side by side.
+        mirrored = matrix + columns[:, None] * n + rows[None, :]
+        tl.store(out + mirrored, tl.trans(rounded), mask=(columns[:, None] < n) & (rows[None, :] < n))
 
 
 @triton.jit(do_not_specialize=["m8", "n8", "k8", "down", "across"])
