@@ -27,7 +27,7 @@ def compile_kernel(name, kinds, constants, warps):
     others |= dict.fromkeys(("m8", "n8", "k8", "numel8", "tiles", "down", "across", "blocks"), "i32")
     signature = {one: "constexpr" if one in constants else (others | kinds)[one] for one in function.arg_names}
     places = {(function.arg_names.index(one),): value for one, value in constants.items()}
-    options = {"num_warps": warps, "num_stages": products.STAGES}
+    options = {"num_warps": warps, "num_stages": products.STAGES, **products.limits(name)}
     # As Triton finds out when it is given tensors that begin at multiples of 16 bytes.
     aligned = [i for i, one in enumerate(function.arg_names) if signature[one] == "*bf16"]
     source = ASTSource(function, signature, places, {(i,): [["tt.divisibility", 16]] for i in aligned})

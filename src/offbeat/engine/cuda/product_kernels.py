@@ -63,16 +63,15 @@ def symmetric(
     total = total * alpha
     if PLUS:
         total += beta * tl.load(plus + place, mask=inside, other=0.0).to(tl.float32)
+    rounded = total.to(out.dtype.element_ty)
     if row == column:
         # The lower half is the mirror image of the upper one, so that the result is symmetric to the bit.
-        total = tl.where(rows[:, None] <= columns[None, :], total, tl.trans(total))
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+        rounded = tl.where(rows[:, None] <= columns[None, :], rounded, tl.trans(rounded))
     else:
-        rounded = total.to(out.dtype.element_ty)
-        tl.store(out + place, rounded, mask=inside)
         # Built anew and not turned: stores must be known to lie side by side.
         mirrored = matrix + columns[:, None] * n + rows[None, :]
         tl.store(out + mirrored, tl.trans(rounded), mask=(columns[:, None] < n) & (rows[None, :] < n))
+    tl.store(out + place, rounded, mask=inside)
 
 
 @triton.jit(do_not_specialize=["m8", "n8", "k8", "down", "across"])

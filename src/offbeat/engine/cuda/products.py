@@ -24,6 +24,8 @@ SMALLEST = 256
 #: Rows and columns of a symmetric tile, numbers of a factor that are read at once, warps, and loads under way: the
 #: quickest of twelve combinations on an H200.
 BLOCK, DEEP, WARPS, STAGES = 128, 64, 8, 3
+#: Registers of a thread of a symmetric product: with more, one block of threads would fill a processor of the GPU.
+REGISTERS = 128
 #: From this length of the shorter side on, tiles of a sum are twice as wide.
 WIDE_FROM = 1024
 #: Rows of tiles that run together.
@@ -180,9 +182,15 @@ def _start(
         key = (name, x.dtype, device, *constants.values())
         if key not in _launches:
             kernels = importlib.import_module("offbeat.engine.cuda.product_kernels")
-            function, options = getattr(kernels, name), {"num_warps": warps, "num_stages": STAGES}
+            function = getattr(kernels, name)
+            options = {"num_warps": warps, "num_stages": STAGES, **limits(name)}
             _launches[key] = launcher(function.warmup(*arguments, **constants, grid=(1,), **options))
         _launches[key](programs, _torch.raw_stream(device.index), *map(address, arguments), *constants.values())
+
+
+def limits(name: str) -> dict[str, int]:
+    """Further options for the compiler of a kernel."""
+    return {"maxnreg": REGISTERS} if name == "symmetric" else {}
 
 
 #: How compiled kernels are launched, by name, dtype, device and constants. Their code depends on nothing else.
