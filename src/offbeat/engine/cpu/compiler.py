@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.engine.cpu.shipped import Shipped, digest, shipped
@@ -54,8 +55,13 @@ def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
 def _zig() -> tuple[str, ...] | None:
     package = importlib.util.find_spec("ziglang")
     program = package and package.origin and shutil.which(Path(package.origin).with_name("zig"))
-    # Kernels need nothing from its C library, which it would compile at first use: that takes 20 s.
+    # Kernels need nothing from its C library, which it would compile at first use.
     return (program, "cc", "-nostdlib") if program else None
+
+
+def is_zig(command: Sequence[str]) -> bool:
+    """Whether a command is the compiler of the package ``ziglang``."""
+    return tuple(command[:3]) == _zig()
 
 
 def why_not_wanted() -> str | None:
@@ -272,6 +278,10 @@ def _build(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        # Zig keeps what it compiles in the user's home directory, and fails if there is none.
+        with tempfile.TemporaryDirectory(prefix="offbeat-") if is_zig(command) else contextlib.nullcontext() as folder:
+            more = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder} if folder else {}
+            environment = {**os.environ, **more}
+            return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerError(f"{command[0]} did not run: {error}") from error
