@@ -46,8 +46,10 @@ def classes() -> dict[str, Any]:
 
 def structures(cls: Any) -> Iterator[dict[str, Any]]:
     """Options that choose between variants of the maths, in every combination that the rule allows."""
-    choices = {hyper.name: (False, True) for hyper in cls.rule.hyper if hyper.type == "bool"}
+    choices: dict[str, Any] = {hyper.name: (False, True) for hyper in cls.rule.hyper if hyper.type == "bool"}
     choices |= {hyper.name: (0, 0.5) for hyper in cls.rule.hyper if hyper.name in ("momentum", "weight_decay")}
+    if any(hyper.name == "ns_dtype" for hyper in cls.rule.hyper):  # of the stacks that Muon multiplies
+        choices["ns_dtype"] = tuple(kernel.SUPPORTED)
     if "maximize" in cls.rule.surface.flags:
         choices["maximize"] = (False, True)
     for values in itertools.product(*choices.values()):

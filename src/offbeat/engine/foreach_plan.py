@@ -287,7 +287,7 @@ def _tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _operand(value: float, dtype: torch.dtype, tensors: Sequence[Tensor], count: int) -> Any:
-    """A number as the second operand of a list. On the CPU, torch would make a tensor of it for each one in the list."""
+    """A number as the second operand of a list. Of a number, torch makes a tensor on the CPU for each of the list."""
     return value if count <= FEW else [_tensor(value, dtype, tensors[0].device)] * count
 
 
@@ -298,7 +298,4 @@ def _kept_tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tens
 
 def _move(base: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:
     """``base + weight * (end - base)``, in place."""
-    if weight == 1:
-        FOREACH["copy_"](base, end)
-        return
     FOREACH["lerp_"](base, end, weight=weight)
