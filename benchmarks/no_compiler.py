@@ -35,6 +35,7 @@ SETS = {
     "200 x Linear(16)": (200, 16, torch.float32),
     "4 x Linear(1024)": (4, 1024, torch.float32),
     "1 x Linear(4)": (1, 4, torch.float32),
+    "1 x Linear(4), bfloat16": (1, 4, torch.bfloat16),
     "200 x Linear(16), bfloat16": (200, 16, torch.bfloat16),
     "4 x Linear(1024), bfloat16": (4, 1024, torch.bfloat16),
 }
