@@ -100,7 +100,7 @@ def report(machine: dict[str, str], results: dict[str, Any]) -> str:
         "Milliseconds of processor time a step; in parentheses, as a multiple of torch's default in the same process.",
         "The column of torch's default is that of the process without kernels.",
         "",
-        "| | smallest multiple | largest multiple |",
+        "| kernels | smallest multiple | largest multiple |",
         "|---|---|---|",
     ]
     for source, heading in SOURCES.items():
