@@ -1,12 +1,22 @@
 """The part of the build that pyproject.toml cannot say: compiled kernels, if tools/build_kernels.py has made them."""
 
+import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = sorted(Path("build/kernels").glob("kernels-*.so"))
+#: Those for this platform: a folder that was copied from another machine may hold others.
+KERNELS = sorted(Path(__file__).parent.glob(f"build/kernels/{sysconfig.get_platform()}/kernels-*.so"))
+
+
+class WithKernels(Distribution):
+    """A wheel with kernels is for one platform; without them it is for all."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether the package contains machine code."""
+        return bool(KERNELS)
 
 
 class BuildWithKernels(build_py):
@@ -15,18 +25,21 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         """Build the package, then add the kernels."""
         super().run()
-        if not self.editable_mode:
-            for one in KERNELS:
-                self.copy_file(str(one), str(Path(self.build_lib, "offbeat", "engine", "cpu", one.name)))
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib, "offbeat", "engine", "cpu")
+        for old in folder.glob("kernels-*.so"):  # an earlier build has left it
+            old.unlink()
+        for one in KERNELS:
+            self.copy_file(str(one), str(folder / one.name))
 
 
-class WheelForPlatform(bdist_wheel):
-    """A wheel with kernels is for one platform; without them it is for all."""
+class AnyPython(bdist_wheel):
+    """Kernels know nothing of Python, so one wheel is for all its versions."""
 
     def get_tag(self) -> tuple[str, str, str]:
         """The tags of Python, its ABI and the platform."""
-        python, abi, platform = super().get_tag()
-        return (python, abi, self.plat_name.replace("-", "_").replace(".", "_") if KERNELS else platform)
+        return ("py3", "none", super().get_tag()[2])
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelForPlatform})
+setup(distclass=WithKernels, cmdclass={"build_py": BuildWithKernels, "bdist_wheel": AnyPython})

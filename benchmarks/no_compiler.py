@@ -2,9 +2,10 @@
 
     python -m benchmarks.no_compiler [--rules AdamW RMSprop ...] [--repeat 15] [--threads 1] [--save]
 
-The compiler is hidden and the kernel cache is empty. The last arm has a cache that was filled beforehand, with the
-compiler. Arms take turns in one process each, and the ratio is that of medians of processor time, which other programs
-on the machine disturb less than the wall clock. ``--save`` writes benchmarks/results/no-compiler.md and .json.
+The compiler is hidden and the kernel cache is empty. Two more arms have kernels: those that ``make wheel`` puts into a
+wheel, and those of a cache that was filled beforehand, with the compiler. torch's default is measured in every process,
+in turns with ours, and a ratio is that of medians of processor time, which other programs on the machine disturb less
+than the wall clock. ``--save`` writes benchmarks/results/no-compiler.md and .json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ import torch
 import offbeat
 from benchmarks.machine import describe_machine
 
+ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 #: The number of layers, their width and the dtype.
 SETS = {
@@ -32,6 +35,7 @@ SETS = {
     "200 x Linear(16)": (200, 16, torch.float32),
     "4 x Linear(1024)": (4, 1024, torch.float32),
     "1 x Linear(4)": (1, 4, torch.float32),
+    "1 x Linear(4), bfloat16": (1, 4, torch.bfloat16),
     "200 x Linear(16), bfloat16": (200, 16, torch.bfloat16),
     "4 x Linear(1024), bfloat16": (4, 1024, torch.bfloat16),
 }
@@ -41,24 +45,22 @@ FUSED = ("AdamW", "SGD", "Adagrad")
 HIDDEN = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 
 
-def arms(rule: str, *, cached: bool) -> dict[str, Any]:
+def arms(rule: str, *, kernels: bool) -> dict[str, Any]:
     """What is compared: the name of an arm, and what makes its optimizer."""
     options = OPTIONS.get(rule, {"lr": 1e-3})
-    if cached:
-        return {"offbeat, filled cache": lambda params: getattr(offbeat, rule)(params, **options)}
     found = {
         "torch default": lambda params: getattr(torch.optim, rule)(params, **options),
         "offbeat": lambda params: getattr(offbeat, rule)(params, **options),
     }
-    if rule in FUSED:
+    if rule in FUSED and not kernels:
         found["torch fused"] = lambda params: getattr(torch.optim, rule)(params, **options, fused=True)
     return found
 
 
-def measure(rule: str, size: tuple[int, int, torch.dtype], repeat: int, *, cached: bool) -> dict[str, Any]:
+def measure(rule: str, size: tuple[int, int, torch.dtype], repeat: int, *, kernels: bool) -> dict[str, Any]:
     """Milliseconds of processor time for each arm, and the tier that ran ours."""
     optimizers = {}
-    for name, make in arms(rule, cached=cached).items():
+    for name, make in arms(rule, kernels=kernels).items():
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(size[1], size[1]) for _ in range(size[0]))).to(size[2])
         for p in model.parameters():
@@ -86,22 +88,55 @@ def in_process(given: argparse.Namespace, environment: dict[str, str], *flags: s
     return found
 
 
+#: Where our kernels come from: the key of a process's results and the heading of a column.
+SOURCES = {"none": "offbeat without kernels", "wheel": "kernels of the wheel", "cache": "filled cache"}
+
+
 def report(machine: dict[str, str], results: dict[str, Any]) -> str:
     lines = ["# Steps without a C compiler", "", "Written by `python -m benchmarks.no_compiler --save`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
-    lines += ["", "Milliseconds of processor time a step; in parentheses, as a multiple of torch's default.", ""]
+    lines += [
+        "",
+        "Milliseconds of processor time a step; in parentheses, as a multiple of torch's default in the same process.",
+        "The column of torch's default is that of the process without kernels.",
+        "",
+        "| kernels | smallest multiple | largest multiple |",
+        "|---|---|---|",
+    ]
+    for source, heading in SOURCES.items():
+        ratios = [
+            (found["offbeat"] / found["torch default"], f"{rule}, {size}")
+            for size, rules in results[source].items()
+            for rule, found in rules.items()
+        ]
+        least, most = min(ratios), max(ratios)
+        lines.append(f"| {heading} | {least[0]:.2f} ({least[1]}) | {most[0]:.2f} ({most[1]}) |")
     for size in SETS:
-        lines += [f"## {size}", "", "| rule | torch default | torch fused | offbeat | its tier | filled cache |"]
-        lines.append("|---|---|---|---|---|---|")
-        for rule, found in results[size].items():
+        lines += [
+            "",
+            f"## {size}",
+            "",
+            f"| rule | torch default | torch fused | {' | tier | '.join(SOURCES.values())} | tier |",
+        ]
+        lines.append("|---" * 9 + "|")
+        for rule, found in results["none"][size].items():
             base = found["torch default"]
-            cells = [
-                f"{found[arm]:.3g} ({found[arm] / base:.2f})" if arm in found else "none"
-                for arm in ("torch fused", "offbeat", "offbeat, filled cache")
-            ]
-            lines.append(f"| {rule} | {base:.3g} | {cells[0]} | {cells[1]} | {found['tier']} | {cells[2]} |")
-        lines.append("")
-    return "\n".join(lines)
+            fused = (
+                f"{found['torch fused']:.3g} ({found['torch fused'] / base:.2f})" if "torch fused" in found else "none"
+            )
+            cells = [rule, f"{base:.3g}", fused]
+            for source in SOURCES:
+                mine = results[source][size][rule]
+                cells += [f"{mine['offbeat']:.3g} ({mine['offbeat'] / mine['torch default']:.2f})", mine["tier"]]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def package_with_kernels(folder: Path) -> None:
+    """The package as a wheel with kernels has it."""
+    package = shutil.copytree(ROOT / "src" / "offbeat", folder / "offbeat")
+    tool = [sys.executable, str(ROOT / "tools" / "build_kernels.py"), "--into", str(package / "engine" / "cpu")]
+    subprocess.run(tool, stdout=sys.stderr, check=True)
 
 
 def main() -> None:
@@ -111,35 +146,39 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--cached", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     if given.part:
-        if given.cached:
+        if given.kernels:
             from offbeat.engine.reader import wait_for_reader
 
-            measure("SGD", (1, 4, torch.float32), 1, cached=True)
+            measure("SGD", (1, 4, torch.float32), 1, kernels=True)
             wait_for_reader(600)
         found = {
-            name: {rule: measure(rule, size, given.repeat, cached=given.cached) for rule in given.rules}
+            name: {rule: measure(rule, size, given.repeat, kernels=given.kernels) for rule in given.rules}
             for name, size in SETS.items()
         }
         print(json.dumps(found))
         return
-    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as filled:
-        hidden = in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": empty})
-        in_process(given, {"OFFBEAT_CACHE_DIR": filled}, "--cached")
-        cached = in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": filled}, "--cached")
-    for size, rules in hidden.items():
-        for rule, found in rules.items():
-            found["offbeat, filled cache"] = cached[size][rule]["offbeat, filled cache"]
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        tempfile.TemporaryDirectory() as filled,
+        tempfile.TemporaryDirectory() as site,
+    ):
+        package_with_kernels(Path(site))
+        results = {"none": in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": empty})}
+        wheel = {**HIDDEN, "OFFBEAT_CACHE_DIR": empty, "PYTHONPATH": site}
+        results["wheel"] = in_process(given, wheel, "--kernels")
+        in_process(given, {"OFFBEAT_CACHE_DIR": filled}, "--kernels")
+        results["cache"] = in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": filled}, "--kernels")
     machine = describe_machine("python -m benchmarks.no_compiler " + " ".join(sys.argv[1:]))
     machine |= {"date": time.strftime("%Y-%m-%d"), "load average": f"{os.getloadavg()[0]:.1f}"}
-    text = report(machine, hidden)
+    text = report(machine, results)
     print(text)
     if given.save:
         (RESULTS / "no-compiler.md").write_text(text)
-        (RESULTS / "no-compiler.json").write_text(json.dumps({"machine": machine, "results": hidden}, indent=1) + "\n")
+        (RESULTS / "no-compiler.json").write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

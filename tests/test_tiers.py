@@ -17,6 +17,7 @@ from offbeat.engine.loop import run_loop
 from offbeat.engine.trace import TypedProgram, trace
 from offbeat.rules.checks import learning_rate
 from offbeat.rules.ops import maximum, minimum, sign, sqrt, where
+from tests.cases import ONE_A_RULE, make_params, set_gradients
 
 COEFFICIENTS = {"a": 0.75, "b": -1.25}
 
@@ -200,6 +201,30 @@ SIGNED = offbeat.Rule(
 
 
 class Signed(offbeat.RuleOptimizer, rule=SIGNED): ...
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", ONE_A_RULE, ids=str)
+def test_few_and_large_tensors_get_the_same_bits_as_many_small_ones(case, dtype):
+    """For a few tensors numbers are given to torch as they are, and large ones are cut."""
+    few, many = (make_params(dtype, shapes=[(400, 700), (33,), (2, 5)]) for _ in range(2))
+    pieces = [part.detach().clone().requires_grad_() for p in many for part in p.split(7)]
+    optimizers = [case.ours([p], foreach=True, **case.hyper) for p in few]
+    whole = case.ours(pieces, foreach=True, **case.hyper)
+    for step in range(3):
+        set_gradients(step, few, many)
+        for one, g in zip(pieces, (part for p in many for part in p.grad.split(7)), strict=True):
+            one.grad = g.clone()
+        for optimizer in (*optimizers, whole):
+            optimizer.step()
+    state = [optimizer.state[p] for p, optimizer in zip(few, optimizers, strict=True)]
+    parts = iter(pieces)
+    for p, mine in zip(few, state, strict=True):
+        ours = [next(parts) for _ in p.split(7)]
+        assert torch.equal(p, torch.cat(ours))
+        for key, value in mine.items():
+            if value.dim():
+                assert torch.equal(value, torch.cat([whole.state[one][key] for one in ours])), key
 
 
 @pytest.mark.parametrize("tier", [{}, {"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)

@@ -1,6 +1,6 @@
 """Compiles the CPU kernels of all built-in rules into libraries that a wheel brings along.
 
-    python tools/build_kernels.py [--into build/kernels] [--rules AdamW SGD ...] [--levels x86-64-v3 ...]
+    python tools/build_kernels.py [--into FOLDER] [--rules AdamW SGD ...] [--levels x86-64-v3 ...]
 
 It makes a step with every optimizer, under every structure of its maths and in every dtype, and records the sources
 that the engine wants compiled; the codecs of ``offbeat.wire`` are among them. There is one library for each level of
@@ -15,8 +15,10 @@ import itertools
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -44,8 +46,10 @@ def classes() -> dict[str, Any]:
 
 def structures(cls: Any) -> Iterator[dict[str, Any]]:
     """Options that choose between variants of the maths, in every combination that the rule allows."""
-    choices = {hyper.name: (False, True) for hyper in cls.rule.hyper if hyper.type == "bool"}
+    choices: dict[str, Any] = {hyper.name: (False, True) for hyper in cls.rule.hyper if hyper.type == "bool"}
     choices |= {hyper.name: (0, 0.5) for hyper in cls.rule.hyper if hyper.name in ("momentum", "weight_decay")}
+    if any(hyper.name == "ns_dtype" for hyper in cls.rule.hyper):  # of the stacks that Muon multiplies
+        choices["ns_dtype"] = tuple(kernel.SUPPORTED)
     if "maximize" in cls.rule.surface.flags:
         choices["maximize"] = (False, True)
     for values in itertools.product(*choices.values()):
@@ -62,14 +66,21 @@ def sources(names: list[str]) -> list[str]:
 
     kernel.load = native.load = record
     for name in names:
+        kernel._compiled.cache_clear()  # another rule may have had the same maths
+        before, found = found, {}
         for options, dtype in itertools.product(structures(classes()[name]), kernel.SUPPORTED):
-            p = torch.ones(2, 3, dtype=dtype, requires_grad=True)
-            p.grad = torch.ones_like(p)
-            try:
-                optimizer = classes()[name]([p], **options)
-            except ValueError:  # these do not go together
-                continue
-            optimizer.step()
+            matrix, vector = (torch.ones(shape, dtype=dtype, requires_grad=True) for shape in ((2, 3), (3,)))
+            for p in (matrix, vector):
+                p.grad = torch.ones_like(p)
+                try:
+                    optimizer = classes()[name]([p], **options)
+                except ValueError:  # these do not go together
+                    continue
+                optimizer.step()
+        if not found:
+            raise SystemExit(f"no step of {name} wants a kernel: look at structures()")
+        found = before | found
+    native._once.cache_clear()
     native.native_kernels()
     return list(found)
 
@@ -78,7 +89,8 @@ def build(found: list[str], level: str, into: Path) -> None:
     """Compile sources for one level of processors into one library."""
     command = compiler.find_compiler()
     assert command is not None
-    options = [f"-march={level}" if one == "-march=native" else one for one in compiler.OPTIONS]
+    target = {"armv8-a": "generic"}.get(level, level.replace("-", "_")) if compiler.is_zig(command) else level
+    options = [f"-march={target}" if one == "-march=native" else one for one in compiler.OPTIONS]
     link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-s"]
     with tempfile.TemporaryDirectory() as work:
 
@@ -93,32 +105,33 @@ def build(found: list[str], level: str, into: Path) -> None:
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = list(threads.map(compile_one, found))
-        library = Path(work) / "kernels.so"
+        library = into / shipped.file_of(level).name
         subprocess.run([*command, "-shared", *link, *objects, "-o", str(library)], check=True)
-        into.mkdir(parents=True, exist_ok=True)
-        target = into / shipped.file_of(level).name
-        target.write_bytes(library.read_bytes())
-    print(f"{target}: {len(found)} sources, {target.stat().st_size / 1e6:.1f} MB", flush=True)
+    print(f"{library.name}: {len(found)} sources, {library.stat().st_size / 1e6:.1f} MB", flush=True)
 
 
 def main() -> None:
     """Build the libraries for the machine this runs on."""
     levels = list(shipped.LEVELS.get(platform.machine(), {}))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, default=ROOT / "build" / "kernels")
+    parser.add_argument("--into", type=Path, default=ROOT / "build" / "kernels" / sysconfig.get_platform())
     parser.add_argument("--rules", nargs="+", default=list(classes()), choices=list(classes()), metavar="RULE")
     parser.add_argument("--levels", nargs="+", default=levels, choices=levels, metavar="LEVEL")
     given = parser.parse_args()
+    for old in given.into.glob("kernels-*.so"):  # they may be from other sources
+        old.unlink()
     if why_not := compiler.why_no_compiler() or ("" if levels else f"there are no levels for {platform.machine()}"):
         print(f"no kernels are built: {why_not}")
         return
-    for old in given.into.glob("kernels-*.so"):
-        old.unlink()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = sources(given.rules)
-    for level in given.levels:
-        build(found, level, given.into)
+    given.into.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=given.into) as work:  # all levels or none
+        for level in given.levels:
+            build(found, level, Path(work))
+        for one in Path(work).iterdir():
+            shutil.move(one, given.into / one.name)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from offbeat.rules.ops import OPERATIONS
 
 #: Elements of the parameters that are updated at once. On a CPU they fit into a cache, with their gradients, state and
 #: temporaries.
-ELEMENTS = {"cpu": 1 << 19, "other": 1 << 24}
+ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
 #: On a CPU, lists of tensors with fewer elements than this on average are joined if they must be converted anyway.
 SMALL = 1 << 12
 
@@ -76,8 +76,9 @@ def pieces_of(typed: TypedProgram, tensors: Sequence[Tensor]) -> list[list[int]]
 
 
 def _limit(typed: TypedProgram, t: Tensor) -> int:
-    elements = ELEMENTS["cpu" if t.device.type == "cpu" else "other"]
-    return elements // 4 if typed.converted else elements  # there are converted copies of all tensors then
+    if t.device.type == "cpu":
+        return ELEMENTS["cpu"]
+    return ELEMENTS["other"] // 4 if typed.converted else ELEMENTS["other"]  # all tensors are copied then
 
 
 def _numbers(program: Program, coefficients: dict[str, float]) -> list[Any]:

@@ -27,8 +27,8 @@ from offbeat.engine.cpu.compiler import (
     cached,
     find_compiler,
     version_of,
-    why_no_compiler,
     why_not_readable,
+    why_not_wanted,
 )
 from offbeat.engine.cpu.shipped import digest
 
@@ -170,7 +170,7 @@ def _torch_directory() -> Path:
 
 def _command() -> list[str]:
     """The compiler with its options, if the headers are there. Raises :class:`CompilerError`."""
-    if reason := why_no_compiler():
+    if reason := why_not_wanted():
         raise CompilerError(reason)
     compiler = find_compiler("CXX", ("c++", "g++", "clang++"))
     if compiler is None:

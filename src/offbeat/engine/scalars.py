@@ -159,15 +159,16 @@ def coefficient_sets(
     chosen: list[int] | None = None
     distinct: dict[tuple[float, ...], int] = {}
     if all(column.count(column[0]) == len(column) for column in values):
-        distinct[tuple(column[0] for column in values)] = 0
+        distinct[tuple([column[0] for column in values])] = 0
     else:
         chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
-    dtypes = {key: column.tensors[0].dtype for key, column in zip(keys, columns, strict=True)}
     found = CoefficientSets(chosen)
-    for one in distinct:
+    for number, one in enumerate(distinct):
         before = dict(zip(keys, one, strict=False))
         is_first = len(one) > len(keys) and bool(one[-1])
-        store, rounded = partial(_on_host, dtypes), partial(_rounded, dtypes)
+        at = chosen.index(number) if chosen else 0
+        tensors = {key: column.tensors[at] for key, column in zip(keys, columns, strict=True)}
+        store, rounded = partial(_stored, before, tensors), partial(_rounded, tensors)
         numbers = work_out(options.rule, h, options.slots, before, store, _number, first=is_first, rounded=rounded)
         row = {name: float(value) for name, value in numbers.coefficients.items()}
         row["rounding_step"] = float(numbers.step)
@@ -177,17 +178,23 @@ def coefficient_sets(
     return found
 
 
-def _on_host(dtypes: Mapping[str, torch.dtype], key: str, value: Any) -> Tensor:
+def _stored(before: Mapping[str, float], tensors: Mapping[str, Tensor], key: str, value: Any) -> Tensor:
+    """A number as a tensor on the host: the stored scalar itself if that is its value, which takes less time."""
+    t = tensors[key]
+    return t if value is before[key] and t.device.type == "cpu" else _on_host(tensors, key, value)
+
+
+def _on_host(like: Mapping[str, Tensor], key: str, value: Any) -> Tensor:
     if isinstance(value, (float, int)):
-        return torch.full((), value, dtype=dtypes[key], device="cpu")
-    return torch.as_tensor(value, dtype=dtypes[key], device="cpu")
+        return torch.full((), value, dtype=like[key].dtype, device="cpu")
+    return torch.as_tensor(value, dtype=like[key].dtype, device="cpu")
 
 
-def _rounded(dtypes: Mapping[str, torch.dtype], key: str, value: Any) -> Any:
+def _rounded(like: Mapping[str, Tensor], key: str, value: Any) -> Any:
     """A number rounded to the dtype of the scalar ``key``, as a Python number where that is quicker."""
-    if isinstance(value, (float, int)) and dtypes[key] is torch.float32:
+    if isinstance(value, (float, int)) and like[key].dtype is torch.float32:
         return ctypes.c_float(value).value
-    return _on_host(dtypes, key, value)
+    return _on_host(like, key, value)
 
 
 def _number(value: Any) -> float:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from offbeat.engine.cpu.shipped import Shipped, digest, shipped
@@ -53,9 +54,14 @@ def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
 @functools.cache
 def _zig() -> tuple[str, ...] | None:
     package = importlib.util.find_spec("ziglang")
-    program = package and package.origin and shutil.which(Path(package.origin).with_name("zig"))
-    # Kernels need nothing from its C library, which it would compile at first use: that takes 20 s.
+    program = package and package.origin and shutil.which(str(Path(package.origin).with_name("zig")))
+    # Kernels need nothing from its C library, which it would compile at first use.
     return (program, "cc", "-nostdlib") if program else None
+
+
+def is_zig(command: Sequence[str]) -> bool:
+    """Whether a command is the compiler of the package ``ziglang``."""
+    return tuple(command[:3]) == _zig()
 
 
 def why_not_wanted() -> str | None:
@@ -70,8 +76,9 @@ def why_no_compiler() -> str | None:
     if reason := why_not_wanted():
         return reason
     if find_compiler() is None:
-        wanted = os.environ.get("CC") or "cc, gcc or clang"
-        return f"no C compiler ({wanted}) was found; install one (pip install ziglang is enough), or set CC"
+        if given := os.environ.get("CC", "").strip():
+            return f"no C compiler was found: there is no {given}, which CC names"
+        return "no C compiler (cc, gcc or clang) was found; install one (pip install ziglang is enough), or set CC"
     return None
 
 
@@ -196,10 +203,10 @@ def warn_of_torch(reason: str) -> None:
     if why_not_wanted() is None and not _warned:
         _warned.append(reason)
         if why_no_compiler() is not None and why_not_readable() is not None:
-            ways = "Let this user read the directory (chmod -R a+rX); or install a C compiler (pip install ziglang)"
+            ways = "Let this user read the directory (chmod -R a+rX); or install a C compiler"
         else:
-            ways = "Install a C compiler (pip install ziglang is one); or fill a cache on a machine that has one, copy "
-            ways += "it and set OFFBEAT_CACHE_DIR to it"
+            ways = "Install a C compiler; or fill a cache on a machine that has one, copy it and set "
+            ways += "OFFBEAT_CACHE_DIR to it"
         warnings.warn(
             f"offbeat has no compiled kernels for the CPU: {reason}. Steps use torch's own operators, most of which "
             f"are slower. {ways}; or set OFFBEAT_NO_COMPILER=1, which also silences this warning",
@@ -272,6 +279,10 @@ def _build(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+        # Zig keeps what it compiles in the user's home directory, and fails if there is none.
+        with tempfile.TemporaryDirectory(prefix="offbeat-") if is_zig(command) else contextlib.nullcontext() as folder:
+            more = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder} if folder else {}
+            environment = {**os.environ, **more}
+            return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerError(f"{command[0]} did not run: {error}") from error

@@ -7,6 +7,7 @@ in a hash of their source: a kernel from another source is not found.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -16,7 +17,8 @@ from typing import Any
 
 __all__ = ["LEVELS", "Shipped", "digest", "file_of", "shipped"]
 
-_V3 = frozenset({"abm", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"})
+_V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
+_V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 _V4 = _V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 #: For each kind of machine its levels, named as for -march, the best first, and the flags that /proc/cpuinfo must have.
 LEVELS: dict[str, dict[str, frozenset[str]]] = {
@@ -59,10 +61,8 @@ def _library() -> ctypes.CDLL | None:
     flags = _flags() if there else frozenset()
     for level in there:
         if levels[level] <= flags:
-            try:
+            with contextlib.suppress(OSError):  # torch exports no OpenMP, or the system has another C library
                 return ctypes.CDLL(str(file_of(level)))
-            except OSError:  # torch exports no OpenMP, or the system has another C library
-                return None
     return None
 
 
