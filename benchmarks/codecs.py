@@ -61,7 +61,7 @@ def main() -> None:
         print(f"{key}: {value}")
     x, y = torch.randn(options.numel, device=device), torch.zeros(options.numel, device=device)
     print(
-        f"\nns per element, {options.numel:,} elements; copy: {best(lambda: y.copy_(x), device) * 1e9 / len(x):.2f}\n"
+        f"\nns per element, {options.numel:,} elements; copy: {best(lambda: y.copy_(x), device) * 1e9 / len(x):.3g}\n"
     )
     print("| codec | bits | by | encode | with residual | decode | decode and add |")
     print("|---|---|---|---|---|---|---|")
@@ -73,7 +73,7 @@ def main() -> None:
             os.environ.pop(off, None)
             if by == "torch":
                 os.environ[off] = "1"
-            times = " | ".join(f"{ns:.2f}" for ns in measure(codec, options.numel, device))
+            times = " | ".join(f"{ns:.3g}" for ns in measure(codec, options.numel, device))
             print(f"| {codec.name} | {bits:.2f} | {by} | {times} |", flush=True)
 
 

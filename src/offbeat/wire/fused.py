@@ -13,8 +13,9 @@ from offbeat.wire.kernels import Kernels, kernels_for
 
 __all__ = ["FusedCodec"]
 
-#: Elements that plain torch works on at once, and that sums are made of: few enough to stay in cache between passes.
-SLICE, SUM_SLICE = 1 << 16, 1 << 18
+#: Elements that plain torch works on at once, and that sums are made of: on the CPU few enough to stay in cache between
+#: passes, elsewhere enough to keep the device busy.
+SLICE, SUM_SLICE, DEVICE_SLICE = 1 << 16, 1 << 18, 1 << 24
 
 
 class FusedCodec(Codec):
@@ -69,7 +70,7 @@ class FusedCodec(Codec):
         for one in data:
             self._check(out, one)
         # A part of out is still in cache when the next message is added to it.
-        for start, stop in self._slices(out.numel(), SUM_SLICE):
+        for start, stop in self._slices(out, SUM_SLICE):
             first, last = self.encoded_bytes(start), self.encoded_bytes(stop)
             super().decode_sum([one[first:last] for one in data], out[start:stop])
 
@@ -83,8 +84,9 @@ class FusedCodec(Codec):
         found = kernels_for(x.device) if x.numel() else None
         return found if found is not None and self.kernel in found.names else None
 
-    def _slices(self, numel: int, size: int = SLICE) -> Iterator[tuple[int, int]]:
+    def _slices(self, x: Tensor, on_cpu: int = SLICE) -> Iterator[tuple[int, int]]:
         """Where slices of whole blocks begin and end, and then the last, shorter block."""
+        numel, size = x.numel(), on_cpu if x.device.type == "cpu" else DEVICE_SLICE
         whole, step = numel - numel % self.block, max(1, size // self.block) * self.block
         bounds = [*range(0, whole, step), whole, *([numel] if whole < numel else [])]
         return pairwise(bounds)

@@ -33,14 +33,14 @@ class RowCodec(FusedCodec):
         return blocks * self._record_bytes(self.block) + (self._record_bytes(rest) if rest else 0)
 
     def _encode_in_torch(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        for start, stop in self._slices(x.numel()):
+        for start, stop in self._slices(x):
             rows, records = self._matrices(x, out, start, stop)
             decoded = self._encode_rows(rows, records)
             if residual is not None:
                 torch.sub(rows, decoded, out=residual[start:stop].view_as(rows))
 
     def _decode_in_torch(self, data: Tensor, out: Tensor, add: bool) -> None:
-        for start, stop in self._slices(out.numel()):
+        for start, stop in self._slices(out):
             rows, records = self._matrices(out, data, start, stop)
             decoded = self._decode_rows(records, rows.shape[1])
             rows.add_(decoded) if add else rows.copy_(decoded)

@@ -100,7 +100,7 @@ class TopK(FusedCodec):
     def _encode_in_torch(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
         if residual is not None and residual.data_ptr() != x.data_ptr():
             residual.copy_(x)
-        for start, stop in self._slices(x.numel()):
+        for start, stop in self._slices(x):
             layout = self.layout(min(stop - start, CHUNK))
             records = out[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
             rest = None if residual is None else residual[start:stop]
@@ -109,7 +109,7 @@ class TopK(FusedCodec):
     def _decode_in_torch(self, data: Tensor, out: Tensor, add: bool) -> None:
         if not add:
             out.zero_()
-        for start, stop in self._slices(out.numel()):
+        for start, stop in self._slices(out):
             layout = self.layout(min(stop - start, CHUNK))
             records = data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
             place, values = _decode_rows(records, layout, self.bits)

@@ -152,21 +152,25 @@ def _can_describe() -> bool:
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
+#: Only imported where Triton is installed, and then once.
+_imported = functools.cache(importlib.import_module)
+KERNELS = "offbeat.engine.cuda.product_kernels"
+
+
 def _is_readable(x: Tensor) -> bool:
     # Rows, whichever way the matrix is stored, must be whole groups of 16 bytes.
     return x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0 == x.shape[-2] % 8
 
 
 def _described(x: Tensor, *block: int) -> Any:
-    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
-    return descriptors.TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
+    return _imported("triton.tools.tensor_descriptor").TensorDescriptor(x, list(x.shape), list(x.stride()), [1, *block])
 
 
 def _bound(k: int) -> Any:
     """The bound of a kernel's loop. Triton's interpreter cannot loop to a number that it has made a tensor."""
     if not is_interpreting():
         return k
-    return importlib.import_module("triton.language").constexpr(k)
+    return _imported("triton.language").constexpr(k)
 
 
 def _start(
@@ -174,15 +178,13 @@ def _start(
 ) -> None:
     """Run a kernel. What Triton does at every launch takes longer than many of these kernels, so it is done once."""
     if is_interpreting():
-        kernels = importlib.import_module("offbeat.engine.cuda.product_kernels")
-        getattr(kernels, name)[(programs,)](*arguments, **constants)
+        getattr(_imported(KERNELS), name)[(programs,)](*arguments, **constants)
         return
     device = x.device
     with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
         key = (name, x.dtype, device, *constants.values())
         if key not in _launches:
-            kernels = importlib.import_module("offbeat.engine.cuda.product_kernels")
-            function = getattr(kernels, name)
+            function = getattr(_imported(KERNELS), name)
             options = {"num_warps": warps, "num_stages": STAGES, **limits(name)}
             _launches[key] = launcher(function.warmup(*arguments, **constants, grid=(1,), **options))
         _launches[key](programs, _torch.raw_stream(device.index), *map(address, arguments), *constants.values())
