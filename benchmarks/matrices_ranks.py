@@ -31,6 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import offbeat
 from benchmarks.machine import describe_machine
 from benchmarks.matrices import shapes_of
+from offbeat.rules import muon
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = ("every rank does all", "DDP, shared", "DDP, to owners", "FSDP2")
@@ -70,6 +71,20 @@ class Sent:
 
         dist.broadcast, dist.all_to_all_single = counted_broadcast, counted_all_to_all
         dist.all_reduce = counted_all_reduce
+
+
+class Multiplied:
+    """What this rank has multiplied, as a share of one multiplication of all matrices."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        self.share = 0.0
+        whole, all_of_it = muon.newton_schulz, sum(a * b * min(a, b) for a, b in shapes)
+
+        def counted(x: torch.Tensor, *args: Any) -> torch.Tensor:
+            self.share += x.numel() * min(x.shape[-2:]) / all_of_it
+            return whole(x, *args)
+
+        muon.newton_schulz = counted
 
 
 def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any, device: str) -> tuple[Any, Any]:
@@ -114,6 +129,7 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
     mesh = init_device_mesh(given.device, (ranks,))
     sent = Sent()
     shapes: list[Any] = shapes_of(given.layers, given.width)
+    multiplied = Multiplied(shapes)
     found: dict[str, Any] = {}
     for kind in KINDS:
         backward, step = step_of(kind, shapes, mesh, given.device)
@@ -123,7 +139,9 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
             for part in (backward, step):
                 part()
                 marks.append((time.process_time(), sent.bytes))
-            if turn >= 2:
+            if turn == 1:
+                multiplied.share = 0.0
+            elif turn >= 2:
                 reducing.append(1e3 * (marks[1][0] - marks[0][0]))
                 stepping.append(1e3 * (marks[2][0] - marks[1][0]))
                 gradients += (marks[1][1] - marks[0][1]) / given.repeat / 1e6
@@ -133,6 +151,7 @@ def work(rank: int, ranks: int, store: str, given: Any, answers: Any) -> None:
             "busy_ms": statistics.median(stepping),
             "gradients_mb": gradients,
             "updates_mb": updates,
+            "share": multiplied.share / given.repeat,
         }
         if given.device == "cuda":
             backward()
@@ -169,6 +188,7 @@ def measure(ranks: int, given: Any) -> dict[str, Any]:
         each = [found[rank][kind] for rank in found]
         result[kind] = {key: statistics.mean(one[key] for one in each) for key in each[0]}
         result[kind]["most_busy_ms"] = max(one["busy_ms"] for one in each)
+        result[kind]["largest_share"] = max(one["share"] for one in each)
     return result
 
 
@@ -193,6 +213,8 @@ def main() -> None:
     machine["threads"] = "1 a rank"
     lines = ["# Muon on several ranks", "", "Written by `python -m benchmarks.matrices_ranks --save`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
+    if given.device == "cuda":
+        lines += ["- the ranks share the GPU: the time of a kernel contains what those of other ranks take meanwhile"]
     lines += [
         f"- {given.layers} layers of width {given.width}, {numbers / 1e6:.1f} M float32 parameters in matrices; gloo",
         "- processor ms of `step()`: mean over ranks (the busiest rank); of backward, with gradients that cost "
@@ -200,15 +222,17 @@ def main() -> None:
         "- MB that a rank sends in a step, mean over ranks, beside the least that is possible; FSDP2 without its own "
         "gathering and reducing",
         "",
-        "| ranks | who does what | `step()`, processor ms | backward, processor ms | gradients, MB | updates, MB "
-        "| together, MB (bound) |" + (" products on the GPU, ms |" if given.device == "cuda" else ""),
-        "|---|---|---|---|---|---|---|" + ("---|" if given.device == "cuda" else ""),
+        "| ranks | who does what | share of the arithmetic, mean (most) | `step()`, processor ms "
+        "| backward, processor ms | gradients, MB | updates, MB "
+        "| together, MB (bound) |" + (" kernels of the products, ms |" if given.device == "cuda" else ""),
+        "|---|---|---|---|---|---|---|---|" + ("---|" if given.device == "cuda" else ""),
     ]
     for ranks, by_kind in results.items():
         for kind, one in by_kind.items():
             together = one["gradients_mb"] + one["updates_mb"]
             lines.append(
-                f"| {ranks} | {kind} | {one['busy_ms']:.0f} ({one['most_busy_ms']:.0f}) | {one['backward_ms']:.0f} "
+                f"| {ranks} | {kind} | {one['share']:.2f} ({one['largest_share']:.2f}) "
+                f"| {one['busy_ms']:.0f} ({one['most_busy_ms']:.0f}) | {one['backward_ms']:.0f} "
                 f"| {one['gradients_mb']:.2f} | {one['updates_mb']:.2f} | {together:.2f} ({one['bound_mb']:.2f}) |"
                 + (f" {one['products_ms']:.2f} |" if given.device == "cuda" else "")
             )
