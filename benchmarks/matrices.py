@@ -1,6 +1,6 @@
 """Steps of the rules that need whole matrices, beside torch.optim's, on the hidden matrices of small GPTs.
 
-    python -m benchmarks.matrices [--device cpu] [--sets "4 x 64" ...] [--repeat 15] [--save]
+    python -m benchmarks.matrices [--device cpu] [--sets "4 x 64" ...] [--only offbeat] [--repeat 15] [--save]
 
 The arms take turns in one process. Times are medians: of the wall clock and, on the CPU, of the processor time of all
 threads, which other programs on the machine disturb less. ``--save`` writes benchmarks/results/matrices-DEVICE.md and
@@ -119,7 +119,8 @@ def measure(arms: dict[str, Any], repeat: int, device: str) -> dict[str, dict[st
 
 
 def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str:
-    second = "host" if device == "cuda" else "processor"
+    on_gpu = device == "cuda"
+    second, compared = ("host", "wall") if on_gpu else ("processor", "busy")
     lines = ["# Steps of rules that need whole matrices", "", "Written by `python -m benchmarks.matrices --save`.", ""]
     lines += [f"- {key}: {value}" for key, value in machine.items()]
     lines += [
@@ -128,14 +129,16 @@ def report(machine: dict[str, str], results: dict[str, Any], device: str) -> str
         "- torch.optim.Muon always iterates in bfloat16; with ns_dtype float32 offbeat.Muon computes more precisely",
         "",
         f"| rule | matrices | torch.optim, wall ms ({second} ms) | offbeat, wall ms ({second} ms) "
-        f"| ratio of {second} ms |",
-        "|---|---|---|---|---|",
+        f"| ratio of {'wall' if on_gpu else second} ms |" + (" memory of a step, GiB: torch.optim, offbeat |" * on_gpu),
+        "|---|---|---|---|---|" + "---|" * on_gpu,
     ]
     for rule, by_set in results.items():
         for name, found in by_set.items():
             theirs, ours = found["torch.optim"], found["offbeat"]
             cells = [f"{_figures(one['wall_ms'])} ({_figures(one['busy_ms'])})" for one in (theirs, ours)]
-            lines.append(f"| {rule} | {name} | {cells[0]} | {cells[1]} | {theirs['busy_ms'] / ours['busy_ms']:.2f} |")
+            ratio = theirs[f"{compared}_ms"] / ours[f"{compared}_ms"]
+            line = f"| {rule} | {name} | {cells[0]} | {cells[1]} | {ratio:.2f} |"
+            lines.append(line + (f" {theirs['extra_gib']:.2f}, {ours['extra_gib']:.2f} |" if on_gpu else ""))
     return "\n".join(lines) + "\n"
 
 
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--sets", nargs="+", choices=[*SETS, *ODD, *DTYPES, *EXPERTS])
     parser.add_argument("--rules", nargs="+", default=["Muon", "Adafactor"], choices=["Muon", "Adafactor"])
+    parser.add_argument("--only", choices=["torch.optim", "offbeat"], help="steps of one library, one after the other")
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--date", default=time.strftime("%Y-%m-%d"))
@@ -171,9 +175,13 @@ def main() -> None:
                 "torch.optim": make(getattr(torch.optim, rule), theirs, given.device, dtype),
                 "offbeat": make(getattr(offbeat, rule), ours, given.device, dtype, options),
             }
+            if given.only:
+                arms = {given.only: arms[given.only]}
             found = measure(arms, given.repeat, given.device)
             results.setdefault(rule, {})[name] = found
             print(rule, name, {k: {a: round(b, 3) for a, b in v.items()} for k, v in found.items()}, flush=True)
+    if given.only:
+        return
     machine = describe_machine("python -m benchmarks.matrices " + " ".join(sys.argv[1:])) | {"date": given.date}
     text = report(machine, results, given.device)
     print(text)
