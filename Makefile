@@ -89,13 +89,14 @@ bench-gpu: $(GPU:%=bench-gpu-%)
 .PHONY: $(GPU:%=bench-gpu-%)
 bench-gpu-tests:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_cuda.py tests/test_triton.py tests/test_compact.py tests/test_overlap_cuda.py \
-		tests/test_sync_cuda.py tests/test_wire_triton.py tests/test_matrix.py
+		tests/test_products.py tests/test_sync_cuda.py tests/test_wire_triton.py tests/test_matrix.py
 bench-gpu-step:
 	PYTHONPATH=src $(PYTHON) benchmarks/step.py --device cuda --save
 bench-gpu-overlap:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.overlap gpu --save
 bench-gpu-matrices:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.matrices --device cuda --save
+	PYTHONPATH=src $(PYTHON) -m benchmarks.matrices_ranks --device cuda --ranks 1 2 --layers 12 --width 768 --save
 bench-gpu-codecs:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.codecs --device cuda --numel 268435456
 bench-gpu-convergence:
