@@ -7,7 +7,8 @@
 
 Replicas are threads of one process with the production code, over `offbeat.Simulation`. ``--save`` writes
 convergence.md, .json and .png to benchmarks/results (convergence-long.md for the long runs, convergence-cuda.md for a
-GPU), and again after every seed.
+GPU), and again after every seed; the .json after every arm. Seeds can run in processes of their own, with ``--seeds``
+and ``--out``, and be put together with ``--merge``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import offbeat
-from benchmarks.convergence_data import digits, sources
+from benchmarks.convergence_data import Samples, digits, sources
 from benchmarks.convergence_models import ByteGPT, ConvNet
 from benchmarks.convergence_report import pages, plot
 from benchmarks.convergence_train import Arm, Task, train
@@ -163,18 +165,21 @@ TASKS = {
 ON_CPU = [name for name in TASKS if name not in ("gpt10m", "gpt-long")]
 
 
-def run(name: str, seed: int, steps: int, quick: bool, device: str) -> tuple[str, dict[str, Any]]:
-    """All arms of a task with one seed, and the data in words."""
-    task = TASKS[name]
+def run(task: Task, samples: Samples, seed: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """All arms of a task with one seed, one after the other."""
+    for arm in task.arms:
+        one = train(task, ARMS[arm], samples, seed, steps)
+        end = one["curve"][-1]["loss"]
+        print(f"seed {seed}, {arm}: {end:.4f}, finished {one['finished'][0]:.4f}, {one['wall']} s", flush=True)
+        yield arm, one
+
+
+def samples_of(task: Task, quick: bool, device: str) -> Samples:
+    """The data of a task."""
     samples = task.samples().to(device)
     if quick:
         samples = samples._replace(held_out_x=samples.held_out_x[:32], held_out_y=samples.held_out_y[:32])
-    found = {}
-    for arm in task.arms:
-        found[arm] = one = train(task, ARMS[arm], samples, seed, steps)
-        end = one["curve"][-1]["loss"]
-        print(f"{name}, seed {seed}, {arm}: {end:.4f}, finished {one['finished'][0]:.4f}, {one['wall']} s", flush=True)
-    return samples.words, found
+    return samples
 
 
 def main() -> None:
@@ -187,6 +192,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--add", nargs="+", choices=ARMS, default=[], help="run only these, and add them to the .json")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="put results of several seeds together")
     parser.add_argument("--again", action="store_true", help="write table and plot again, from the saved .json")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -194,6 +200,9 @@ def main() -> None:
     path = options.out / f"convergence{kind}"
     if options.again:
         write(json.loads(path.with_suffix(".json").read_text()), path)
+        return
+    if options.merge:
+        write(merged(options.merge), path)
         return
     if options.add:
         add(options.add, options.tasks or ["gpt"], path)
@@ -206,11 +215,11 @@ def main() -> None:
         task = TASKS[name]
         for seed in seeds:
             steps = 10 if options.quick else options.times * task.steps
-            words, found = run(name, seed, steps, options.quick, options.device)
+            samples = samples_of(task, options.quick, options.device)
             one = result["tasks"].setdefault(
                 name,
                 {
-                    "data": words,
+                    "data": samples.words,
                     **{key: getattr(task, key) for key in ("title", "settings", "replicas", "batch", "unit")},
                     "tokens": task.tokens,
                     "device": options.device,
@@ -220,10 +229,15 @@ def main() -> None:
                     "runs": {},
                 },
             )
-            one["runs"][str(seed)] = found
+            found = one["runs"][str(seed)] = {}
+            print(name)
+            for arm, numbers in run(task, samples, seed, steps):
+                found[arm] = numbers
+                if options.save:
+                    keep(result, path)
             if options.save:
                 write(result, path)
-    print("\n" + pages(result))
+    print("\n" + pages(complete(result)))
 
 
 def add(arms: list[str], tasks: list[str], path: Path) -> None:
@@ -246,12 +260,37 @@ def add(arms: list[str], tasks: list[str], path: Path) -> None:
     write(result, path)
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """The numbers, the table and the plot."""
+def merged(paths: list[Path]) -> dict[str, Any]:
+    """The results of several files, each with seeds of its own."""
+    first, *others = [json.loads(path.read_text()) for path in paths]
+    for other in others:
+        for name, task in other["tasks"].items():
+            first["tasks"].setdefault(name, task)["runs"] |= task["runs"]
+    result: dict[str, Any] = first
+    return result
+
+
+def complete(result: dict[str, Any]) -> dict[str, Any]:
+    """The same without arms that some seed has not run: a run that was cut off keeps what it has."""
+    tasks = {}
+    for name, task in result["tasks"].items():
+        arms = {arm: how for arm, how in task["arms"].items() if all(arm in found for found in task["runs"].values())}
+        tasks[name] = {**task, "arms": arms}
+    return {**result, "tasks": tasks}
+
+
+def keep(result: dict[str, Any], path: Path) -> None:
+    """The numbers."""
     path.parent.mkdir(exist_ok=True, parents=True)
     path.with_suffix(".json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
-    path.with_suffix(".md").write_text(pages(result, path.with_suffix(".png").name).rstrip() + "\n")
-    plot(result, path.with_suffix(".png"))
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """The numbers, the table and the plot."""
+    keep(result, path)
+    shown = complete(result)
+    path.with_suffix(".md").write_text(pages(shown, path.with_suffix(".png").name).rstrip() + "\n")
+    plot(shown, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":
