@@ -58,13 +58,23 @@ def read(model, optimizer):
     print(model[2].weight.grad.sum())
 
 
+def copy_after_the_step(model, optimizer):
+    optimizer.step()
+    torch.empty(3, 12).copy_(model[2].weight.grad)
+
+
+def copy_all_after_the_step(model, optimizer):
+    optimizer.step()
+    torch._foreach_copy_([torch.empty_like(p) for p in model.parameters()], [p.grad for p in model.parameters()])
+
+
 CASES = {
     "zero_grad": [forget_zero_grad],
     "accumulate": [two_passes],
     "clip_norm": [clip_norm, clip_norm_one_by_one],
     "clamp": [clip_value],
     "scaler": [unscale],
-    "read": [read],
+    "read": [read, copy_after_the_step, copy_all_after_the_step],
 }
 
 

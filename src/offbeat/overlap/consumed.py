@@ -114,13 +114,13 @@ class ConsumedGradient(Tensor):
             else:
                 first.added = args[1] + 0.0  # adding to 0.0 turns -0.0 into 0.0, as adding to real zeros would
             return first
-        if func in (_ADD, _COPY) and is_stale(first) and not isinstance(args[1], cls) and current_pass() != -1:
+        if func in (_ADD, _COPY) and _is_dropped(first) and not isinstance(args[1], cls):
             return first  # autograd or DDP, in a pass whose gradients are dropped
         if func is _COPY and isinstance(first, ConsumedGradient) and first.is_zero and not isinstance(args[1], cls):
             # DDP, for a parameter that only other ranks have used: the sum of what all of them have.
             first.added = args[1].clone()
             return first
-        if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and is_stale(args[1]):
+        if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and _is_dropped(args[1]):
             return first.zero_()  # DDP's bucket, in such a pass
         if func is _COPY and isinstance(first, Tensor) and not isinstance(first, cls) and args[1].is_zero:
             # DDP, when it makes its buckets anew with gradient_as_bucket_view=True.
@@ -157,7 +157,7 @@ class ConsumedShard(ConsumedGradient):
 
 def _shard(gradient: ConsumedShard) -> Tensor:
     param = gradient._param()
-    if param is not None and is_stale(gradient):
+    if param is not None and _is_dropped(gradient):
         return torch.zeros_like(local(param))
     if not gradient.is_zero or param is None:
         gradient.refuse("reading its shard")
@@ -181,6 +181,11 @@ setattr(ConsumedShard, _torch.SPEC, property(_no_spec))
 def is_stale(gradient: Any) -> bool:
     """Whether this is the placeholder of an earlier step's gradient, which has not been cleared since."""
     return isinstance(gradient, ConsumedGradient) and gradient.is_old and not gradient.is_zero
+
+
+def _is_dropped(gradient: Any) -> bool:
+    """Whether a backward pass is running whose gradients for this placeholder are dropped."""
+    return is_stale(gradient) and current_pass() != -1
 
 
 def receive(p: Tensor) -> None:
