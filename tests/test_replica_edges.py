@@ -349,6 +349,10 @@ def test_replicas_have_not_agreed_if_the_last_round_was_skipped(cls, first):
                 model[0].bias[0] = float("nan")
         replica.finish()
         said = [replica.agreed]
+        other = cls(sgd(model.parameters()), model, every=3, nonfinite="skip", group=peers, subgroup=None)
+        other.load_state_dict(copy.deepcopy(replica.state_dict()))
+        said.append(other.agreed)
+        del other
         with torch.no_grad():
             model[0].bias.nan_to_num_(0.0)
         replica.finish()
@@ -357,7 +361,7 @@ def test_replicas_have_not_agreed_if_the_last_round_was_skipped(cls, first):
     with pytest.warns(UserWarning, match=r"on rank 1: 0\.bias\); this round was skipped"):
         (one, said), (two, also) = replicas(2, run)
     assert torch.equal(one, two)
-    assert said == also == [False, True]
+    assert said == also == [False, False, True]
 
 
 def test_one_replica_that_is_not_finite():
@@ -437,6 +441,24 @@ def test_state_of_another_outer_optimizer_changes_nothing(saved, here):
         with pytest.raises(ValueError, match=r"state of another outer optimizer, .* nothing was changed"):
             there.load_state_dict(replica.state_dict())
         assert repr(there.state_dict()) == before
+
+    replicas(2, run)
+
+
+def test_outer_momentum_that_was_switched_on_later_is_loaded():
+    def run(rank, peers):
+        made = []
+        for _ in range(2):
+            model = build()
+            made.append((model, offbeat.DiLoCo(sgd(model.parameters()), model, every=2, outer_momentum=0, group=peers)))
+        (model, replica), (other, there) = made
+        replica.outer.param_groups[0]["momentum"] = 0.5
+        train(model, replica, range(4), rank)
+        other.load_state_dict(model.state_dict())
+        there.load_state_dict(copy.deepcopy(replica.state_dict()))
+        for one in made:
+            train(*one, range(4, 8), rank)
+        assert torch.equal(flat(model), flat(other))
 
     replicas(2, run)
 

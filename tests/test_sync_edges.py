@@ -567,12 +567,27 @@ def levels_that_leave_a_rank_out(rank, world):
             offbeat.LocalSGD(sgd(model.parameters()), model, group=group, subgroup=None)
 
 
+_COPIES = (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)))
+
+
+@scenario(2)
+def modules_can_be_copied_while_they_train(rank, world):
+    for cls in (offbeat.LocalSGD, offbeat.DiLoCo):
+        model = make()
+        local = cls(sgd(model.parameters()), model, every=2, subgroup=None)
+        for copied in _COPIES:
+            train(model, local, range(1), rank)
+            twin = copied(model)
+            assert torch.equal(flat(twin), flat(model))
+            twin(batch(0, rank))
+
+
 @scenario(2)
 def modules_that_are_wrapped_without_a_look_at_every_object(rank, world):
     """DDP modules are known when they are made or called; a large program has millions of objects."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("gc.get_objects", lambda *args: pytest.fail("looked at every object"))
-        for copied in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+        for copied in _COPIES:
             wrapped = copied(DistributedDataParallel(make()))
             for cls in (offbeat.LocalSGD, offbeat.DiLoCo):
                 local = cls(sgd(wrapped.module.parameters()), wrapped.module, every=2, subgroup=None)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from offbeat.optim.checkpoint import check_state_dict
 from offbeat.overlap.handle import overlap_of
+from offbeat.overlap.module_hook import ModuleHook
 
 if TYPE_CHECKING:
     from offbeat.sync.replica import Replica
@@ -23,7 +24,7 @@ def refuse_wrapped_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> No
     check_state_dict(state_dict, type(optimizer).__name__)
 
 
-class BeforeForward:
+class BeforeForward(ModuleHook):
     """A forward pre-hook: anchors are taken before the first local step."""
 
     def __init__(self, wrapper: Replica) -> None:

@@ -245,7 +245,9 @@ class Outer:
         """Raise if this cannot be loaded."""
         if isinstance(self.optimizer, RuleOptimizer):
             saved = {_plain(key) for entry in state["optimizer"]["state"].values() for key in entry}
-            known = {_plain(slot.key) for group in self.optimizer.param_groups for slot in self.optimizer._slots(group)}
+            # With the options that loading takes over: momentum may have been switched on after the first step.
+            groups = [*self.optimizer.param_groups, *state["optimizer"]["param_groups"]]
+            known = {_plain(slot.key) for group in groups for slot in self.optimizer._slots(group)}
             if saved - known:
                 raise ValueError(
                     f"the checkpoint has state of another outer optimizer, {sorted(saved - known)}, and here it is a "

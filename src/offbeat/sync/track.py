@@ -176,6 +176,7 @@ class Track:
         return {
             "seen": self.seen + again,
             "moved": self.moved or bool(again),
+            "skipped": self.skipped,
             "rounds": self.rounds,
             "residual": residual,
             "residual_of": list(self.residual_of),
@@ -185,6 +186,7 @@ class Track:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`."""
         self.seen, self.moved, self.rounds = float(state["seen"]), bool(state["moved"]), int(state["rounds"])
+        self.skipped = bool(state.get("skipped", False))
         self.residual = None if state["residual"] is None else state["residual"].clone()
         self.residual_of = [(str(name), int(size)) for name, size in state["residual_of"]]
         self.flight = None

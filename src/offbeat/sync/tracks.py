@@ -353,7 +353,8 @@ class Tracks:
         self.count = int(state.get("syncs", 0))
         saved = state.get("tracks") or []
         for track in self._every():
-            track.seen, track.moved, track.rounds, track.residual, track.residual_of = 0.0, True, 0, None, []
+            track.seen, track.moved, track.skipped, track.rounds = 0.0, True, False, 0
+            track.residual, track.residual_of = None, []
         complete = self.anchors.load_state_dict(state)
         if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
             if saved:
