@@ -173,6 +173,34 @@ def test_a_round_that_was_skipped_is_saved_as_such(policy, outer):
         assert found[1].isfinite().all()
 
 
+def test_steps_of_a_skipped_round_are_not_lost_in_a_checkpoint_after_which_nobody_steps():
+    def run(rank, peers):
+        made = []
+        for _ in range(2):
+            model = build()
+            options = {"every": 4, "delay": 3, "nonfinite": "skip", "group": peers, "subgroup": None}
+            made.append((model, offbeat.DiLoCo(sgd(model.parameters()), model, **options)))
+        (model, replica), (other, there) = made
+        train(model, replica, range(3), rank)
+        old = copy.deepcopy(model.state_dict())
+        with torch.no_grad():
+            model[0].bias[0] += float("nan") if rank == 1 else 0.0
+        replica.optim.param_groups[0]["lr"] = 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replica.step()
+            model.load_state_dict(old)
+            other.load_state_dict(old)
+            there.load_state_dict(copy.deepcopy(replica.state_dict()))
+            replica.finish()
+            there.finish()
+        return flat(model), flat(other), flat(build())
+
+    for one, two, start in replicas(2, run):
+        assert torch.equal(one, two)
+        assert not torch.equal(one, start)
+
+
 @pytest.mark.parametrize(("kind", "rate"), [("DiLoCo", 0.6), ("SlowMo", 1.0)])
 def test_schedulers_and_state_of_the_outer_optimizer_after_a_load(kind, rate):
     def run(rank, peers):

@@ -160,8 +160,7 @@ class Track:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the residual, and the result of a round that has not been applied yet."""
-        flight = None
-        again = 0.0
+        flight, again, moved, skipped = None, 0.0, self.moved, self.skipped
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
@@ -171,12 +170,13 @@ class Track:
             elif one.eager:
                 flight["failed"] = True  # its eager step is taken back when it would have landed
             else:
-                flight, again = None, one.on_board  # its amounts go to the next one
+                flight, again = None, one.on_board  # its amounts go to the next one, as where it lands
+                moved, skipped = True, one.skipped
         residual = None if self.residual is None else self.residual.clone()
         return {
             "seen": self.seen + again,
-            "moved": self.moved or bool(again),
-            "skipped": self.skipped,
+            "moved": moved,
+            "skipped": skipped,
             "rounds": self.rounds,
             "residual": residual,
             "residual_of": list(self.residual_of),
