@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
 
 import offbeat
+from offbeat.engine import chunks
 from offbeat.engine.cuda import products
 from offbeat.engine.cuda.products import TritonProducts, products_for
 from offbeat.rules.newton_schulz import newton_schulz
@@ -90,6 +93,12 @@ def test_torch_multiplies_what_a_descriptor_cannot_read(shape):
     close(y, 2 * x.double() + out.double() @ x.double(), torch.float16)
 
 
+def test_torch_multiplies_what_kernels_cannot_count():
+    kernels, one = products_for(torch.float16, DEVICE), torch.zeros(1, dtype=torch.float16, device=DEVICE)
+    assert kernels.are_quick(one.expand(1, 2**15, 2**15))
+    assert not kernels.are_quick(one.expand(1, 2**15, 2**16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_quotients(dtype):
     x, by = torch.randn(3, 40, 80, device=DEVICE).to(dtype), torch.tensor([2.0, float("inf"), 3.0], device=DEVICE)
@@ -125,6 +134,13 @@ def test_the_iteration(shape, factors, dtype):
         assert error <= 1.5 * usual + 1e-3
 
 
+def test_factors_may_be_tensors():
+    x = torch.randn(sizes((2, 40, 72))[0], device=DEVICE).to(DTYPES[0])
+    kernels = products_for(DTYPES[0], DEVICE)
+    found = newton_schulz(x.clone(), torch.tensor(FACTORS, dtype=torch.float64), 5, 1e-7, kernels)
+    assert torch.equal(found, newton_schulz(x.clone(), FACTORS, 5, 1e-7, kernels))
+
+
 def test_a_result_does_not_depend_on_the_others_in_the_stack():
     x = torch.randn(sizes((3, 40, 72))[0], device=DEVICE).to(DTYPES[0])
     kernels = products_for(DTYPES[0], DEVICE)
@@ -151,6 +167,31 @@ def test_muon_uses_them(monkeypatch):
     for p, q in zip(params, others, strict=True):
         assert (p - q).norm() <= 0.02 * 0.1 * min(p.shape) ** 0.5
     assert len(calls) == 32
+
+
+def test_tables_are_freed_with_their_chunk(monkeypatch):
+    """Without the garbage collector, which does not know how much memory of a GPU they take."""
+    made, real = [], chunks.Kernels.__init__
+
+    def noted(self, *args):
+        made.append(weakref.ref(self))
+        real(self, *args)
+
+    monkeypatch.setattr(chunks.Kernels, "__init__", noted)
+    monkeypatch.setenv("OFFBEAT_NO_COMPILER", "1")  # elementwise parts by Triton, on the CPU too
+    shape = sizes((1, 40, 72))[0][1:]
+    params = [torch.randn(shape, device=DEVICE, requires_grad=True) for _ in range(3)]
+    optimizer = offbeat.Muon(params, lr=0.1, ns_dtype=DTYPES[-1])
+    gc.disable()
+    try:
+        for step in range(6):
+            for i, p in enumerate(params):
+                p.grad = torch.ones_like(p) if i != step // 2 else None
+            optimizer.step()
+        alive = [one() is not None for one in made]
+    finally:
+        gc.enable()
+    assert alive == [False, False, True]
 
 
 def test_kernels_that_do_not_work_are_not_used(monkeypatch):

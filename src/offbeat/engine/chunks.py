@@ -159,7 +159,7 @@ class Kernels:
         self._at, self._bytes = at, one.numel() * width
         self._names = [part.names for part in parts]
         self._numbers = [array("d", bytes(8 * len(names))) for names in self._names]
-        self._sets = CoefficientSets(None, [{}])
+        self._sets = [CoefficientSets(None, [{}])]  # in a list, which calls hold on to instead of this object
         self._stack = array("q", bytes(8 * n))
         self._copied: list[tuple[array[int], array[int]]] = []
         self._sizes = array("q", [one.numel()] * n)
@@ -180,7 +180,8 @@ class Kernels:
     def _on_device(self, part: Part, device: torch.device) -> Callable[[], None]:
         launches = Launches(part.typed, self._sizes, device)
         columns = [self._stack if table is None else self._copy(table) for table in part.tables]
-        return lambda: launches.with_sets(columns, self._sets, NOTHING)
+        sets = self._sets
+        return lambda: launches.with_sets(columns, sets[0], NOTHING)
 
     def _copy(self, table: array[int]) -> array[int]:
         """These rows of a table, up to date in every step."""
@@ -195,7 +196,7 @@ class Kernels:
                 numbers[:] = array("d", [scalars[name] for name in names])
         except KeyError:
             return False
-        self._sets = CoefficientSets(None, [dict(scalars)])
+        self._sets[0] = CoefficientSets(None, [dict(scalars)])
         return True
 
     def before(self, x: Tensor) -> None:

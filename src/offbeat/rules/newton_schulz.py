@@ -71,7 +71,7 @@ def newton_schulz(
 
 def _iterate_quickly(x: Tensor, products: Products, factors: tuple[float, float, float], steps: int) -> Tensor:
     """The iteration with products that are quicker than torch's; ``x`` is overwritten."""
-    a, b, c = factors
+    a, b, c = map(float, factors)  # of a tensor, a kernel would take the address
     rows, columns = x.shape[-2:]
     wide, side = rows <= columns, min(rows, columns)
     spare = torch.empty_like(x)

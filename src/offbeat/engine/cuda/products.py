@@ -34,6 +34,8 @@ GROUP = 8
 ELEMENTS = 2048
 #: The largest relative error of a product that counts as right; rounding to bfloat16 alone is 0.002.
 TOLERANCE = 0.01
+#: The kernels count the elements of a matrix in 32 bits, up to the end of the last program.
+MOST = 2**31 - ELEMENTS
 
 
 class TritonProducts(Products):
@@ -159,7 +161,8 @@ KERNELS = "offbeat.engine.cuda.product_kernels"
 
 def _is_readable(x: Tensor) -> bool:
     # Rows, whichever way the matrix is stored, must be whole groups of 16 bytes.
-    return x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0 == x.shape[-2] % 8
+    rows, columns = x.shape[-2:]
+    return rows % 8 == 0 == columns % 8 and rows * columns <= MOST and x.data_ptr() % 16 == 0
 
 
 def _described(x: Tensor, *block: int) -> Any:
