@@ -446,6 +446,30 @@ def test_three_ranks_that_accumulate_in_buckets():
     assert run_ranks(views_of_three, 3) == [True] * 3
 
 
+def unannounced_where_one_rank_uses_nothing(rank: int, world: int) -> str:
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.second(self.first(x) if rank == 0 else x)
+
+    ddp = DistributedDataParallel(Branch(), find_unused_parameters=True)
+    optimizer = offbeat.SGD(ddp.module.first.parameters(), lr=0.1)
+    offbeat.overlap(optimizer, ddp)
+    ddp(batch(0, rank)).sum().backward()
+    with pytest.raises(RuntimeError, match="accumulate"):
+        ddp(batch(1, rank)).sum().backward()
+    del optimizer
+    return "ok"
+
+
+@pytest.mark.timeout(120)
+def test_a_pass_too_many_raises_on_a_rank_that_has_updated_nothing():
+    assert run_ranks(unannounced_where_one_rank_uses_nothing, 2, seconds=60) == ["ok"] * 2
+
+
 def errors_and_ways_out(rank: int, world: int) -> str:
     # A part of a DDP model that is never called itself.
     class Parts(nn.Module):

@@ -128,10 +128,12 @@ class DdpSource(Source):
         ours = [params[i] for i in mine]
         together = self._stepped_together()
         now = [k for k, p in enumerate(ours) if id(p) in self._used_here and id(p) not in together]
+        elsewhere = any(id(p) not in together for p in ours)
 
         def step_bucket(grads: Sequence[Tensor]) -> None:
             with self.step.lock:
                 self.step.bucket(ours, [grads[i] for i in mine], now)
+                self.step.stepped_elsewhere |= elsewhere
 
         return step_bucket
 

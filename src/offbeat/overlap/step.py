@@ -34,6 +34,7 @@ class Step:
         scaling: unscales gradients, if ``overlap()`` was given a scaler.
         hooks: the hooks on ``optimizer.step()``, once they are registered.
         stepped: by id, the parameters that have been updated in this step.
+        stepped_elsewhere: whether other ranks may have updated parameters in this step, which this one has not used.
         in_bucket: whether a bucket is being stepped. A call of ``optimizer.step`` meanwhile is a part of that.
         in_step: whether ``optimizer.step()`` is running.
         count: the number of steps made since overlap began.
@@ -58,7 +59,7 @@ class Step:
         self.lock = threading.RLock()
         self.stepped: dict[int, Tensor] = {}
         self.count = 0
-        self.in_bucket = self.in_step = self.is_finished = False
+        self.in_bucket = self.in_step = self.is_finished = self.stepped_elsewhere = False
         self._overlapped = overlapped(optimizer)
         self._placeholders = Placeholders(self.parameters.name_of)
         self._agreeing: list[Any] = []
@@ -112,7 +113,9 @@ class Step:
 
     def begin_pass(self) -> None:
         """Count a backward pass. Raises if its gradients would be added to used ones."""
-        if self.accumulation.is_over and not self.stepped and self.scaling is None:
+        waits = self.clip is not None and self.clip.waits
+        has_stepped = bool(self.stepped) or (self.stepped_elsewhere and not waits)
+        if self.accumulation.is_over and not has_stepped and self.scaling is None:
             return  # all updates wait for optimizer.step(), and so they can wait for one more pass
         try:
             self.accumulation.begin_pass()
@@ -255,7 +258,7 @@ class Step:
         self.stepped = {}
         self._placeholders.begin_step()
         self.accumulation.begin_step()
-        self._has_gradients = self.is_finished = False
+        self._has_gradients = self.is_finished = self.stepped_elsewhere = False
         self._options, self._failure = None, None
         if self.clip is not None:
             self.clip.drop()
