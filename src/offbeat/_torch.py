@@ -649,11 +649,6 @@ class TritonLaunch(NamedTuple):
     before: list[Any]
     after: list[Any]
 
-    @property
-    def is_heard(self) -> bool:
-        """Whether hooks on launches are installed now."""
-        return bool(self.before or self.after)
-
 
 def triton_launch_is_known(compiled: Any) -> bool:
     """Whether a compiled kernel can be launched by ``run(x, y, z, stream, function, metadata, None, None, None, ...)``.
