@@ -66,7 +66,7 @@ $(TORCHES:%=compat-%): compat-%: .venv-compat-%/ready
 
 .venv-compat-%/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	grep -vE '^(torch|triton)==' $(PINS) > $(@D)/pins.txt || true
+	grep -vE '^(torch|triton|setuptools)==' $(PINS) > $(@D)/pins.txt || true
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/pins.txt "torch==$*" -e ".[test]"
 	touch $@
 
