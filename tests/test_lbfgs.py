@@ -71,11 +71,12 @@ def test_points_are_torchs(hyper, swapped):
 
 def test_signature_and_groups_are_torchs():
     ours, theirs = inspect.signature(offbeat.LBFGS), inspect.signature(torch.optim.LBFGS)
-    assert [(p.name, p.default, p.kind) for p in ours.parameters.values()] == [
+    known = [p for p in ours.parameters.values() if p.name in theirs.parameters or p.name != "maximize"]  # since 2.15
+    assert [(p.name, p.default, p.kind) for p in known] == [
         (p.name, p.default, p.kind) for p in theirs.parameters.values()
     ]
     p = torch.zeros(2)
-    assert offbeat.LBFGS([p]).defaults == torch.optim.LBFGS([p]).defaults
+    assert offbeat.LBFGS([p]).defaults == {"maximize": False} | torch.optim.LBFGS([p]).defaults
 
 
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
@@ -241,3 +242,35 @@ def train_local_sgd(rank, world):
 def test_replicas_that_average_now_and_then():
     first, second = run_ranks(train_local_sgd, 2)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("hyper", HYPER, ids=str)
+def test_maximizing_is_minimizing_the_negative(hyper):
+    ours, theirs = model(), model()
+    a, b = offbeat.LBFGS(ours.parameters(), maximize=True, **hyper), offbeat.LBFGS(theirs.parameters(), **hyper)
+    for _ in range(3):
+        closure = closure_of(ours, a)
+
+        def negative():
+            with torch.enable_grad():
+                a.zero_grad()
+                loss = -closure_of(ours, a)().detach()
+            for p in ours.parameters():
+                p.grad.neg_()
+            return loss
+
+        result = a.step(negative)
+        assert result == -b.step(closure_of(theirs, b))
+        assert result < 0  # what the closure returns, not what is minimized
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+    state = a.state_dict()
+    del state["param_groups"][0]["maximize"]  # as in checkpoints of older releases
+    c = offbeat.LBFGS(ours.parameters(), **hyper)
+    c.load_state_dict(state)
+    assert c.step(closure) > 0
+
+
+def test_a_group_without_parameters_evaluates_the_closure():
+    optimizer = offbeat.LBFGS([{"params": []}])
+    assert optimizer.step(lambda: torch.is_grad_enabled()) is True

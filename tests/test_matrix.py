@@ -50,6 +50,22 @@ def assert_same(case: Case, ours, theirs, updates=1):
             torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(4, 16), (16, 4), (3, 6, 6), (0, 4), (4, 0)], ids=str)
+def test_learning_rates_by_shape(shape):
+    """torch has "spectral_unclamped" since 2.15."""
+    factors = {}
+    for name in ("original", "match_rms_adamw", "spectral_unclamped"):
+        p = torch.zeros(shape, requires_grad=True)
+        p.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        offbeat.Muon([p], lr=1.0, weight_decay=0.0, adjust_lr_fn=name).step()
+        factors[name] = p.detach()
+    rows, columns = shape[-2], max(1, shape[-1])
+    x = factors["original"] / max(1.0, rows / columns) ** 0.5
+    torch.testing.assert_close(factors["match_rms_adamw"], 0.2 * max(rows, columns) ** 0.5 * x)
+    torch.testing.assert_close(factors["spectral_unclamped"], (rows / columns) ** 0.5 * x)
+    assert not x.numel() or x.abs().max() > 0.1
+
+
 @BY_NAME
 @pytest.mark.parametrize("swapped", [False, True], ids=["alone", "checkpoints change places"])
 def test_numbers_are_torchs(case, swapped):

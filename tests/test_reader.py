@@ -177,9 +177,27 @@ def test_a_check_for_tiers_that_need_no_addresses(name, monkeypatch):
     g = (FINE.get(name) or ODD[name])()
     grads = [torch.zeros(4, 3), g, torch.zeros(())]
     fits = name in FINE or name in TENSORS
-    assert book.check(params, grads) == (None if not fits else 2 if g is None else 3)
-    assert book.check(params[:2], grads[:2]) is None
-    assert book.check(params, grads[:2]) is None
+    for strides in (False, True):
+        there = fits and not (strides and name in ("strides", "gaps"))
+        for _ in range(2):  # the second time it has seen them
+            assert book.check(params, grads, strides=strides) == (None if not there else 2 if g is None else 3)
+    assert book.check(params[:2], grads[:2], strides=False) is None
+    assert book.check(params, grads[:2], strides=False) is None
+
+
+@pytest.mark.parametrize("size", [0, 8, 44])
+def test_memory_that_is_taken_from_a_tensor_is_noticed(size, monkeypatch):
+    monkeypatch.setenv("OFFBEAT_READER", "python")
+    params = rows()[0]
+    grads = [torch.zeros_like(p) for p in params]
+    for t in (params[1], grads[1]):
+        book = AddressBook([params])
+        assert book.check(params, grads, strides=False) == len(params)
+        full = t.untyped_storage().nbytes()
+        t.untyped_storage().resize_(size)
+        assert book.check(params, grads, strides=False) is None
+        t.untyped_storage().resize_(full)
+        assert book.check(params, grads, strides=False) == len(params)
 
 
 @pytest.mark.parametrize("name", [*FINE, *ODD])
@@ -195,7 +213,7 @@ def test_a_check_of_what_becomes_of_a_tensor(name, column, monkeypatch):
         pytest.skip("a tensor cannot become that")
     # The tensor's own class stays what it was; torch's operators know what a negated tensor is.
     fits = name in FINE or name in TENSORS or "subclass" in name or name in ("negated", "imaginary part")
-    assert book.check(params, [None, torch.zeros(4, 3), None]) == (1 if fits else None)
+    assert book.check(params, [None, torch.zeros(4, 3), None], strides=False) == (1 if fits else None)
 
 
 @pytest.mark.parametrize("name", [*FINE, *ODD])

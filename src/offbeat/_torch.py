@@ -243,6 +243,9 @@ def fused_sgd_is_right(dtype: torch.dtype) -> bool:
     return bool((p == 0.5).all()) and bool((momentum == 2.0).all())
 
 
+#: ``set_grad_enabled(mode)`` switches the recording of operations on or off, in less time than a context manager.
+set_grad_enabled: Callable[[bool], Any] = _get("torch._C._set_grad_enabled") or torch.set_grad_enabled
+
 #: Unscales tensors exactly as a GradScaler does, bit for bit.
 unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")
 
@@ -750,6 +753,10 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "torch._C._group_tensors_by_device_and_dtype", "the order in which norms of several dtypes are added up",
         "the norm may differ in the last bit", lambda: len(order_by_kind(_TWO_KINDS)) == 2,
+    ),
+    Private(
+        "torch._C._set_grad_enabled", "running a step without recording it", "torch.set_grad_enabled, which is slower",
+        lambda: callable(torch._C._set_grad_enabled),
     ),
     Private(
         "torch._neg_view", "a tensor that the compiled reader must refuse", "addresses are read in Python",

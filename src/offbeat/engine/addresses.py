@@ -158,31 +158,53 @@ class AddressBook:
             return False
         return True
 
-    def check(self, params: Sequence[Any], grads: Sequence[Any]) -> int | None:
-        """Like :meth:`read`, for tiers that work on tensors. They need no addresses, and take any strides."""
+    def check(self, params: Sequence[Any], grads: Sequence[Any], *, strides: bool) -> int | None:
+        """Like :meth:`read`, for tiers that work on tensors and need no addresses.
+
+        Args:
+            strides: whether the tensors must have the same strides as before.
+        """
         self._compiled = self._compiled or compiled_reader(self._device)
         if self._compiled is not None:
             return self.read(params, grads)
         gradients = self._checked_gradients(params, grads)
         if gradients is None:
             return None
-        device, count = self._device, 0
+        device, tables = self._device, [self.tables[0], *self.tables[2:]]
         try:
-            for column, dtype in zip(self.columns, self._dtypes, strict=True):
-                for t, (shape, _, numel) in zip(column, self._shapes, strict=True):
-                    if t.dtype is not dtype or t.shape != shape or t.device != device or not _has_memory(t, numel):
+            for column, table, dtype in zip(self.columns, tables, self._dtypes, strict=True):
+                for i, t in enumerate(column):
+                    shape, stride, numel = self._shapes[i]
+                    if t.dtype is not dtype or t.shape != shape:
                         return None
-            dtype = self._dtypes[0]
-            for g, (shape, _, numel) in zip(gradients, self._shapes, strict=True):
-                if g is None:
-                    continue
-                count += 1
-                if not isinstance(g, Tensor) or g.dtype is not dtype or g.shape != shape or g.device != device:
-                    return None
-                if g.is_neg() or is_zero_tensor(g) or not _has_memory(g, numel):
-                    return None
+                    if strides and t.stride() != stride and not _same_strides(shape, t.stride(), stride):
+                        return None
+                    # Memory that has been freed or shrunk since the last step is not where it was.
+                    place = t.data_ptr()
+                    if place != table[i] or not place:
+                        if t.device != device or not _has_memory(t, numel):
+                            return None
+                        table[i] = place
+            return self._count_gradients(gradients, strides)
         except RuntimeError:  # a tensor has no address
             return None
+
+    def _count_gradients(self, gradients: Sequence[Any], strides: bool) -> int | None:
+        device, dtype, table, count = self._device, self._dtypes[0], self.tables[1], 0
+        for i, g in enumerate(gradients):
+            if g is None:
+                continue
+            count += 1
+            shape, stride, numel = self._shapes[i]
+            if type(g) not in PLAIN or g.dtype is not dtype or g.shape != shape or g.is_neg() or is_zero_tensor(g):
+                return None
+            if strides and g.stride() != stride and not _same_strides(shape, g.stride(), stride):
+                return None
+            place = g.data_ptr()
+            if place != table[i] or not place:
+                if g.device != device or not _has_memory(g, numel):
+                    return None
+                table[i] = place
         return count
 
     def _local_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> list[Any] | None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from offbeat._torch import set_grad_enabled
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.extras import Extras
@@ -26,6 +27,7 @@ from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets, ScalarColumn, coefficient_sets, tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_storage, is_dense, is_plain, local, same_layout
+from offbeat.engine.torch_function import arguments, options_of
 from offbeat.rules.ops import where
 
 
@@ -166,12 +168,16 @@ class CpuBatch(Batch):
 class TensorBatch(Batch):
     """A batch whose tier takes lists of tensors."""
 
-    _reads_memory = False  # whether the tier needs the strides that tensors had before
+    _reads_memory = False  # whether the tier works on addresses too
+    _needs_strides = False  # whether the tier needs the strides that tensors had before
 
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
         """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
         given = [p.grad for p in params] if grads is None else list(grads)
-        count = self.book.read(params, given) if self._reads_memory else self.book.check(params, given)
+        if self._reads_memory:
+            count = self.book.read(params, given)
+        else:
+            count = self.book.check(params, given, strides=self._needs_strides)
         if count is None:
             return False
         self._count = count
@@ -188,6 +194,15 @@ class TensorBatch(Batch):
 
 class ListBatch(TensorBatch):
     """A batch whose tier updates all tensors of a list with one call."""
+
+    def run(self, options: Options, extras: Extras, state: State) -> None:
+        """Change the parameters and their state, if there is a gradient."""
+        recording = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            super().run(options, extras, state)
+        finally:
+            set_grad_enabled(recording)
 
     def _active(self) -> Sequence[int] | None:
         return None if self._count == len(self.params) else super()._active()
@@ -210,24 +225,29 @@ class ForeachBatch(ListBatch):
     def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
         if self._typed.program is not options.program:
             self._typed = options.typed(self.dtypes)
-        with torch.no_grad():
-            self._begin_late(options, active)
-            if active is None and self.sets.chosen is None:
-                run_foreach(self._typed, self._lists(None), self.sets.sets[0], self._pieces)
-            else:
-                for which, row in enumerate(self.sets.sets):
-                    members = range(len(self.params)) if active is None else active
-                    mine = [i for i in members if self.sets.number(i) == which]
-                    if mine:
-                        run_foreach(self._typed, self._lists(mine), row)
-            self.sets.store(options.scalar_keys, self.scalars, active)
+        self._begin_late(options, active)
+        if active is None and self.sets.chosen is None:
+            run_foreach(self._typed, self._lists(None), self.sets.sets[0], self._pieces)
+        else:
+            for which, row in enumerate(self.sets.sets):
+                members = range(len(self.params)) if active is None else active
+                mine = [i for i in members if self.sets.number(i) == which]
+                if mine:
+                    run_foreach(self._typed, self._lists(mine), row)
+        self.sets.store(options.scalar_keys, self.scalars, active)
 
 
 class NativeBatch(ListBatch):
     """One call of torch's own fused operator, which reads the counters itself: the host does not wait for them."""
 
-    _reads_memory = True
+    _needs_strides = True
     _checked: Options | None = None
+
+    def _set_up(self, options: Options) -> None:
+        super()._set_up(options)
+        stored = (column.tensors for column in self.scalars)
+        self._state = dict(zip(options.scalar_keys, stored, strict=True))
+        self._state |= dict(zip(options.tensor_keys, self.columns, strict=True))
 
     def prepare(self, options: Options) -> bool:
         """Check that the coefficients can be computed, once for each set of options."""
@@ -236,20 +256,57 @@ class NativeBatch(ListBatch):
             self._checked = options
         return True
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
-        with torch.no_grad():
-            self._call(options, active)
-
-    def _call(self, options: Options, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
         for column in self.scalars:  # the operator expects counters that include this step
             column.count(active)
-        p, g, *columns = self._lists(active)
-        stored = (c.tensors if active is None else [c.tensors[i] for i in active] for c in self.scalars)
-        entries = dict(zip(options.scalar_keys, stored, strict=True))
-        entries |= dict(zip(options.tensor_keys, columns, strict=True))
+        p, g, *_ = self._lists(active)
+        if active is not None:
+            entries = {key: [column[i] for i in active] for key, column in self._state.items()}
+        else:
+            entries = self._state
         assert options.rule.surface.native is not None
         options.rule.surface.native(options.h, 1 if self._first and any(self._first) else 2, p, g, entries)
         self._tell_autograd(active)
+
+
+class FunctionBatch(NativeBatch):
+    """torch.optim's own function, whose for-loop counts the steps and computes the coefficients."""
+
+    _needs_strides = False
+
+    def _set_up(self, options: Options) -> None:
+        super()._set_up(options)
+        function = options.rule.surface.function
+        assert function is not None
+        self._function = function
+        self._given = [self._state.get(key, []) for key in arguments(function)[0]]
+        self._late = [slot for slot in options.slots if slot.late]
+
+    def prepare(self, options: Options) -> bool:
+        """Check that the coefficients can be computed, once for each set of options."""
+        if options is not self._checked:
+            self._options = options_of(self._function, options.on_host())
+            options.sample_coefficients()
+            self._checked = options
+        return True
+
+    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+        if self._late:
+            self._begin_counted(options, active)
+        if active is None:
+            self._function(self.shards, self._gradients, *self._given, **self._options)
+        else:
+            p, g, *_ = self._lists(active)
+            self._function(p, g, *[[t[i] for i in active] if t else t for t in self._given], **self._options)
+        self._tell_autograd(active)
+
+    def _begin_counted(self, options: Options, active: Sequence[int] | None) -> None:
+        """Initialise state that depends on the hyperparameters of the first step, where no step has been counted."""
+        steps = self.scalars[options.scalar_keys.index("step")].read()
+        if 0.0 in steps:
+            for i in range(len(steps)) if active is None else active:
+                for slot in self._late if steps[i] == 0 else ():
+                    self._state[slot.key][i].fill_(slot.initial(options.on_host()))
 
 
 class LoopBatch(TensorBatch):

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_, join_tensors, split_like
-from offbeat.engine.foreach_plan import Plan, make_plan, numbers_of
+from offbeat.engine.foreach_plan import Numbers, Plan, make_plan, numbers_of
 from offbeat.engine.tensors import cut
 from offbeat.engine.trace import Constant, Program, TypedProgram
 from offbeat.rules.ops import OPERATIONS
 
 #: Elements of the parameters that are updated at once. On a CPU they fit into a cache, with their gradients, state and
-#: temporaries.
-ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
+#: temporaries. Tensors that must be converted are copied, so fewer of them fit.
+ELEMENTS = {"cpu": 1 << 19, "other": 1 << 24}
+CONVERTED = {"cpu": 1 << 18, "other": 1 << 22}
 #: On a CPU, lists of tensors with fewer elements than this on average are joined if they must be converted anyway.
 SMALL = 1 << 12
 
@@ -41,11 +42,16 @@ def run_foreach(
     """
     program, compute, first = typed.program, typed.compute, columns[0][0]
     on_cpu = first.device.type == "cpu"
-    numbers = _numbers(program, coefficients)
-    decided = tuple([bool(numbers[a]) for a in numbers_of(program).conditions])
+    constant = numbers_of(program)
+    numbers = _numbers(program, constant, coefficients)
+    decided = tuple([bool(numbers[a]) for a in constant.conditions])
     plan = make_plan(program, decided, 1 in typed.converted, on_cpu)
     limit = _limit(typed, first)
-    for piece in pieces_of(typed, columns[0]) if pieces is None else pieces:
+    pieces = pieces_of(typed, columns[0]) if pieces is None else pieces
+    if len(pieces) == 1 and len(columns[0]) > 1 and not typed.converted:
+        _run_piece(plan, columns, numbers, compute, ())
+        return
+    for piece in pieces:
         whole = len(piece) == len(columns[0])
         rows: list[Sequence[Tensor]] = list(columns) if whole else [[column[i] for i in piece] for column in columns]
         if len(rows[0]) == 1 and rows[0][0].numel() > limit:
@@ -76,32 +82,30 @@ def pieces_of(typed: TypedProgram, tensors: Sequence[Tensor]) -> list[list[int]]
 
 
 def _limit(typed: TypedProgram, t: Tensor) -> int:
-    if t.device.type == "cpu":
-        return ELEMENTS["cpu"]
-    return ELEMENTS["other"] // 4 if typed.converted else ELEMENTS["other"]  # all tensors are copied then
+    return (CONVERTED if typed.converted else ELEMENTS)["cpu" if t.device.type == "cpu" else "other"]
 
 
-def _numbers(program: Program, coefficients: dict[str, float]) -> list[Any]:
+def _numbers(program: Program, constant: Numbers, coefficients: dict[str, float]) -> list[Any]:
     """The values of the instructions that are one number for all tensors, by their numbers."""
-    values: list[Any] = [None] * len(program.instructions)
-    for number, name in enumerate(program.coefficients, start=len(program.tensors)):
-        values[number] = coefficients[name]
-    for number, one in numbers_of(program).maths:
+    values: list[Any] = [None] * len(program.tensors)
+    values += [coefficients[name] for name in program.coefficients]
+    values += [None] * (len(program.instructions) - len(values))
+    for number, one in constant.maths:
         operands = (a.value if isinstance(a, Constant) else values[a] for a in one.args)
         values[number] = OPERATIONS[one.op].number(*operands)
     return values
 
 
 def _run_piece(
-    plan: Plan, columns: list[Sequence[Tensor]], numbers: list[Any], compute: torch.dtype, converted: Sequence[int]
+    plan: Plan, columns: Sequence[Sequence[Tensor]], numbers: list[Any], compute: torch.dtype, converted: Sequence[int]
 ) -> None:
-    inputs = columns
+    inputs: Sequence[Sequence[Tensor]] = columns
     if converted:
-        inputs = list(columns)
+        inputs = copies = list(columns)
         for i in converted:
-            inputs[i] = [t.to(compute) for t in columns[i]]
-    targets = [columns[0], *columns[2:]]
+            copies[i] = [t.to(compute) for t in columns[i]]
     results = plan(*inputs, numbers=numbers, dtype=compute)
+    targets = [columns[0], *columns[2:]]
     if any(map(is_not, results, targets)):
         _write(targets, results)
 

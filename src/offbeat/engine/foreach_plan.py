@@ -22,8 +22,6 @@ from offbeat.rules.ops import OPERATIONS
 _GRADIENT = 1
 _COMMUTES = ("add", "mul")
 _ARITHMETIC = ("add", "sub", "mul", "div")
-#: For so few tensors, torch takes less time to make a tensor of a number for each than we for one.
-FEW = 2
 
 #: ``plan(*columns, numbers=, dtype=)`` runs a program over lists of tensors. ``numbers`` are the values of its scalar
 #: instructions by their numbers, ``dtype`` is that of the tensors. It returns the new parameters and state: lists, the
@@ -111,7 +109,7 @@ class _Planner:
         self._kept = () if own_gradients else (_GRADIENT,)
         self._last_use = self._last_uses()
         #: What the names in the source stand for.
-        self.names: dict[str, Any] = {"tensor": _tensor, "operand": _operand, "move": _move, "repeat": repeat}
+        self.names: dict[str, Any] = {"tensor": _tensor, "move": _move, "repeat": repeat}
 
     def source(self) -> str:
         inside = {inner for sum in self._sums.values() for inner in sum.inner}
@@ -268,7 +266,8 @@ class _Planner:
     def _operand(self, op: str, a: Any) -> str:
         if self._is_list(a) or op not in _ARITHMETIC or not self._on_cpu:
             return self._name(a)
-        return f"operand({self._name(a)}, dtype, x0, count)"
+        # Of a number, torch would make a tensor for each of the list.
+        return f"[{self._tensor(a)}] * count"
 
     def _tensor(self, a: Any) -> str:
         return f"tensor({self._name(a)}, dtype, x0[0].device)"
@@ -284,11 +283,6 @@ def _tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, bool) or not value or device.type != "cpu":
         return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=device)
     return _kept_tensor(value, dtype, device)
-
-
-def _operand(value: float, dtype: torch.dtype, tensors: Sequence[Tensor], count: int) -> Any:
-    """A number as the second operand of a list. Of a number, torch makes a tensor on the CPU for each of the list."""
-    return value if count <= FEW else [_tensor(value, dtype, tensors[0].device)] * count
 
 
 @functools.lru_cache(maxsize=256)

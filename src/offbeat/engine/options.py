@@ -16,6 +16,9 @@ from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
+#: The most parameters that a group of "few" has.
+FEW = 2
+
 
 class Sharing(NamedTuple):
     """The ranks that share the work on whole matrices. Each of them has all parameters.
@@ -49,7 +52,10 @@ class Options:
         marks: whether state that has not seen a step is marked.
         reasons: for each program, dtypes and device, the reason that there is no kernel, or None.
         kind: everything that decides which kernel runs. A batch fits all options of the same kind.
+        few: whether the group has few parameters.
     """
+
+    few = False
 
     def __init__(self, rule: Rule, options: dict[str, Any], sharing: Sharing | None = None) -> None:
         self.rule, self.sharing = rule, sharing
@@ -60,7 +66,7 @@ class Options:
     def with_floats(self, changed: dict[str, float]) -> Options:
         """The same options but for some numbers, which were floats before too; as a scheduler changes them."""
         made = object.__new__(Options)
-        made.rule, made.sharing, made.has_tensors = self.rule, self.sharing, self.has_tensors
+        made.rule, made.sharing, made.has_tensors, made.few = self.rule, self.sharing, self.has_tensors, self.few
         made.h = Values(**(vars(self.h) | changed))
         made._work_out()
         return made
@@ -190,6 +196,7 @@ class OptionsCache:
             before, found = known
             # All values are immutable, so identical objects are equal; comparing identities is faster.
             same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
+            found.few = len(group["params"]) <= FEW
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return found
             if same_names and (changed := _changed_floats(before, group)):
@@ -200,6 +207,7 @@ class OptionsCache:
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         check_precision(self.rule, options)
         found = Options(self.rule, options, self._sharing)
+        found.few = len(group["params"]) <= FEW
         self._known.pop(id(group), None)
         if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go

@@ -152,30 +152,38 @@ def coefficient_sets(
         columns: the stored scalars, one column for each scalar slot.
         first: which parameters are at their first step, for rules that do not count steps (None: none).
     """
-    keys, h = options.scalar_keys, options.on_host()
+    keys = options.scalar_keys
     values = [column.read() for column in columns]
     if "step" not in keys and first is not None:
         values.append([float(f) for f in first])
-    chosen: list[int] | None = None
+    one = [column[0] for column in values]
+    if all(column.count(value) == len(column) for column, value in zip(values, one, strict=True)):
+        found = CoefficientSets(None)
+        _add_set(found, options, columns, one, 0)
+        return found
     distinct: dict[tuple[float, ...], int] = {}
-    if all(column.count(column[0]) == len(column) for column in values):
-        distinct[tuple([column[0] for column in values])] = 0
-    else:
-        chosen = [distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)]
-    found = CoefficientSets(chosen)
-    for number, one in enumerate(distinct):
-        before = dict(zip(keys, one, strict=False))
-        is_first = len(one) > len(keys) and bool(one[-1])
-        at = chosen.index(number) if chosen else 0
-        tensors = {key: column.tensors[at] for key, column in zip(keys, columns, strict=True)}
-        store, rounded = partial(_stored, before, tensors), partial(_rounded, tensors)
-        numbers = work_out(options.rule, h, options.slots, before, store, _number, first=is_first, rounded=rounded)
-        row = {name: float(value) for name, value in numbers.coefficients.items()}
-        row["rounding_step"] = float(numbers.step)
-        found.sets.append(row)
-        found.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
-        found.begins.append(bool(numbers.begins))
+    found = CoefficientSets([distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)])
+    assert found.chosen is not None
+    for row, number in distinct.items():
+        _add_set(found, options, columns, row, found.chosen.index(number))
     return found
+
+
+def _add_set(
+    found: CoefficientSets, options: Options, columns: Sequence[ScalarColumn], values: Sequence[float], at: int
+) -> None:
+    """Add the coefficients for the scalars ``values``, which the parameter with the index ``at`` has."""
+    keys, rule = options.scalar_keys, options.rule
+    before = dict(zip(keys, values, strict=False))
+    is_first = len(values) > len(keys) and bool(values[-1])
+    tensors = {key: column.tensors[at] for key, column in zip(keys, columns, strict=True)}
+    store, rounded = partial(_stored, before, tensors), partial(_rounded, tensors)
+    numbers = work_out(rule, options.on_host(), options.slots, before, store, _number, first=is_first, rounded=rounded)
+    row = {name: float(value) for name, value in numbers.coefficients.items()}
+    row["rounding_step"] = float(numbers.step)
+    found.sets.append(row)
+    found.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
+    found.begins.append(bool(numbers.begins))
 
 
 def _stored(before: Mapping[str, float], tensors: Mapping[str, Tensor], key: str, value: Any) -> Tensor:

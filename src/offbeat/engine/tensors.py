@@ -14,7 +14,7 @@ from offbeat._torch import is_fake, local_tensor
 
 #: The types of tensors whose memory simply holds their values.
 PLAIN = (Tensor, torch.nn.Parameter)
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 def is_plain(t: Any) -> bool:
@@ -89,7 +89,7 @@ def has_values(t: Tensor) -> bool:
 def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype to compute in: the widest of the operands' dtypes, and at least float32."""
     dtype = functools.reduce(torch.promote_types, dtypes)
-    return torch.float32 if dtype in _HALF else dtype
+    return torch.float32 if dtype in HALF else dtype
 
 
 def is_dense(t: Tensor) -> bool:

@@ -45,7 +45,7 @@ class LBFGS(Optimizer):
     """L-BFGS, a drop-in for :class:`torch.optim.LBFGS`: same arguments, trial points, state keys and checkpoints.
 
     ``step(closure)`` makes up to ``max_iter`` iterations, and evaluates the closure at least once in each. The history
-    takes ``2 * history_size`` times the memory of the parameters; gradients are not copied.
+    takes ``2 * history_size`` times the memory of the parameters; gradients are copied only with ``maximize``.
 
     Parameters may be DTensors (FSDP2 or tensor parallel). Inner products are then summed over the shards and the
     closure's loss is averaged over the ranks of the mesh, so all ranks try the same points.
@@ -59,6 +59,8 @@ class LBFGS(Optimizer):
         tolerance_change: the step ends if the loss or all parameters change less (default: 1e-9).
         history_size: the number of steps to keep (default: 100).
         line_search_fn: ``"strong_wolfe"``, or None for steps of fixed length (default: None).
+        maximize: maximize the closure's result instead of minimizing it (default: False). As in torch 2.15; older
+            releases of torch load such a checkpoint and minimize.
 
     Example:
         >>> import torch, offbeat
@@ -88,6 +90,8 @@ class LBFGS(Optimizer):
         tolerance_change: float = 1e-9,
         history_size: int = 100,
         line_search_fn: Literal["strong_wolfe"] | None = None,
+        *,
+        maximize: bool = False,
     ) -> None:
         in_range("learning rate")(lr)
         for name, value in (("max_iter", max_iter), ("history_size", history_size)):
@@ -102,6 +106,7 @@ class LBFGS(Optimizer):
             "tolerance_change": tolerance_change,
             "history_size": history_size,
             "line_search_fn": line_search_fn,
+            "maximize": maximize,
         }
         super().__init__(params, defaults)  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
 
@@ -133,6 +138,9 @@ class LBFGS(Optimizer):
                 f"LBFGS evaluates the model several times in a step, so step() needs a closure, but got {closure!r}; "
                 "pass a function that clears the gradients, calls backward() and returns the loss"
             )
+        if not self.param_groups[0]["params"]:
+            with torch.enable_grad():
+                return closure()
         loss: Loss = _Run(self, closure).step()
         return loss
 
@@ -158,6 +166,7 @@ class _Run:
     def __init__(self, optimizer: LBFGS, closure: Callable[[], Any]) -> None:
         self.group = optimizer.param_groups[0]
         self.closure = torch.enable_grad()(closure)
+        self.maximize = bool(self.group.get("maximize", False))  # checkpoints of older releases do not have it
         self.layout = Layout(self.group["params"])
         self.state = optimizer.state[self.group["params"][0]]
         self.evaluations = 0
@@ -173,7 +182,7 @@ class _Run:
         result, loss = self._evaluate()
         state["func_evals"] = state.get("func_evals", 0) + 1
         state.setdefault("n_iter", 0)
-        g = self.layout.gradients()
+        g = self._gradients()
         if self.layout.largest(g) <= group["tolerance_grad"]:
             return result
         before = loss
@@ -204,7 +213,12 @@ class _Run:
     def _evaluate(self) -> tuple[Any, float]:
         result = self.closure()
         self.evaluations += 1
-        return result, self.layout.mean(float(result))
+        return result, self.layout.mean(-float(result) if self.maximize else float(result))
+
+    def _gradients(self) -> list[Tensor]:
+        """The gradients of what is minimized."""
+        found = self.layout.gradients()
+        return [-g for g in found] if self.maximize else found
 
     def _direction(self, g: list[Tensor], first: bool) -> Vector:
         """The direction from the gradient ``g`` and the history, which grows by the last step."""
@@ -249,7 +263,7 @@ class _Run:
             if last:  # as torch.optim: with random batches, another evaluation would not help
                 return loss, []
             _, loss = self._evaluate()
-            return loss, self.layout.gradients()
+            return loss, self._gradients()
         assert self.previous is not None
         start = [t.clone() for t in self.layout.locals]
 
@@ -257,7 +271,7 @@ class _Run:
             try:
                 self._add(d, t)
                 _, value = self._evaluate()
-                g = self.layout.copy(self.layout.gradients())
+                g = self.layout.copy(self._gradients())
             finally:
                 for mine, old in zip(self.layout.locals, start, strict=True):
                     mine.copy_(old)

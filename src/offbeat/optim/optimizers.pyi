@@ -738,13 +738,15 @@ class Muon(RuleOptimizer):
         \theta &\leftarrow (1 - \gamma\lambda) \, \theta - \gamma \, s \, X, \qquad
             s = \sqrt{\max(1, \text{rows} / \text{columns})}
             \ \text{ or } \ 0.2 \sqrt{\max(\text{rows}, \text{columns})}
+            \ \text{ or } \ \sqrt{\text{rows} / \text{columns}}
 
-    The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as in torch.optim, or in
-    ``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices (experts);
-    each matrix is orthogonalised on its own. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
-    combine the two into one optimizer.
+    The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``, the third for ``"spectral_unclamped"``. The iteration
+    runs in bfloat16, as in torch.optim, or in ``ns_dtype``; matrices of equal shape are stacked. A parameter with three
+    dimensions is a stack of matrices (experts); each matrix is orthogonalised on its own. Use AdamW for embeddings, heads,
+    norms and biases, and ``offbeat.Chain`` to combine the two into one optimizer.
 
-    References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982.
+    References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982; Bernstein,
+    jeremybernste.in/writing/deriving-muon, 2025.
 
     Args:
         params: parameters, named parameters, or dictionaries that define groups.
@@ -756,8 +758,8 @@ class Muon(RuleOptimizer):
             2.0315)).
         eps: smallest norm that a matrix is divided by (default: 1e-07).
         ns_steps: the number of Newton-Schulz iterations, below 100 (default: 5).
-        adjust_lr_fn: how the learning rate depends on the shape: 'original' (same as None) or 'match_rms_adamw'
-            (default: None).
+        adjust_lr_fn: how the learning rate depends on the shape: 'original' (same as None), 'match_rms_adamw' or
+            'spectral_unclamped' (default: None).
         ns_dtype: the dtype of the Newton-Schulz iteration (default: torch.bfloat16).
 
     Example:
@@ -779,7 +781,7 @@ class Muon(RuleOptimizer):
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         eps: float | Tensor = 1e-07,
         ns_steps: int = 5,
-        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        adjust_lr_fn: Literal["original", "match_rms_adamw", "spectral_unclamped"] | None = None,
         *,
         ns_dtype: torch.dtype = torch.bfloat16,
     ) -> None: ...

@@ -28,7 +28,9 @@ _NESTED = "use checkpoint(use_reentrant=False), which runs no backward pass insi
 _READING = "read or change gradients during backward, with hooks on tensors, or call handle.remove() and step after it"
 #: By words in the name of the operation that was tried.
 _REMEDIES = {
-    "several DTensors": "clear gradients with optimizer.zero_grad(), without set_to_none=False",
+    # torch reads what a DTensor is cut into before it says which operator is asked for.
+    "several DTensors": "clear gradients with optimizer.zero_grad(), without set_to_none=False, and clip with "
+    "overlap(..., clip_norm=)",
     "unscale": "pass the GradScaler as overlap(..., scaler=)",
     "norm": "clip with overlap(..., clip_norm=); handle.last_norm is the norm then (clip_norm=math.inf only measures)",
     "clamp": "clip by norm instead of by value, with overlap(..., clip_norm=)",

@@ -8,13 +8,15 @@ r"""Muon: momentum, orthogonalised by a Newton-Schulz iteration, for the hidden 
     \theta &\leftarrow (1 - \gamma\lambda) \, \theta - \gamma \, s \, X, \qquad
         s = \sqrt{\max(1, \text{rows} / \text{columns})}
         \ \text{ or } \ 0.2 \sqrt{\max(\text{rows}, \text{columns})}
+        \ \text{ or } \ \sqrt{\text{rows} / \text{columns}}
 
-The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``. The iteration runs in bfloat16, as in torch.optim, or in
-``ns_dtype``; matrices of equal shape are stacked. A parameter with three dimensions is a stack of matrices (experts);
-each matrix is orthogonalised on its own. Use AdamW for embeddings, heads, norms and biases, and ``offbeat.Chain`` to
-combine the two into one optimizer.
+The second :math:`s` is for ``adjust_lr_fn="match_rms_adamw"``, the third for ``"spectral_unclamped"``. The iteration
+runs in bfloat16, as in torch.optim, or in ``ns_dtype``; matrices of equal shape are stacked. A parameter with three
+dimensions is a stack of matrices (experts); each matrix is orthogonalised on its own. Use AdamW for embeddings, heads,
+norms and biases, and ``offbeat.Chain`` to combine the two into one optimizer.
 
-References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982.
+References: Jordan et al., kellerjordan.github.io/posts/muon, 2024; Liu et al., arXiv 2502.16982; Bernstein,
+jeremybernste.in/writing/deriving-muon, 2025.
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ from offbeat.rules.checks import anything, at_least, boolean
 from offbeat.rules.newton_schulz import newton_schulz
 from offbeat.rules.rule import Hyper, Matrix, Rule, Slot, Surface, Values
 
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def check_adjustment(value: Any) -> None:
     if value not in _ADJUSTMENTS:
         raise ValueError(
-            f"Adjust learning rate function {value} is not supported; use 'original', 'match_rms_adamw' or None"
+            f"Adjust learning rate function {value} is not supported; "
+            "use 'original', 'match_rms_adamw', 'spectral_unclamped' or None"
         )
 
 
@@ -73,7 +76,8 @@ def scales(h: Values, shape: tuple[int, ...]) -> dict[str, Any]:
     rows, columns = shape[-2:]
     if h.adjust_lr_fn == "match_rms_adamw":
         return {"step_size": h.lr * (0.2 * math.sqrt(max(rows, columns)))}
-    return {"step_size": h.lr * math.sqrt(max(1.0, rows / max(1, columns)))}
+    ratio = rows / max(1, columns)
+    return {"step_size": h.lr * math.sqrt(ratio if h.adjust_lr_fn == "spectral_unclamped" else max(1.0, ratio))}
 
 
 def averaged(g, momentum_buffer, c):  # type: ignore[no-untyped-def]
@@ -111,8 +115,9 @@ MUON = Rule(
             "adjust_lr_fn",
             None,
             check_adjustment,
-            "how the learning rate depends on the shape: 'original' (same as None) or 'match_rms_adamw'",
-            'Literal["original", "match_rms_adamw"] | None',
+            "how the learning rate depends on the shape: 'original' (same as None), 'match_rms_adamw' or "
+            "'spectral_unclamped'",
+            'Literal["original", "match_rms_adamw", "spectral_unclamped"] | None',
         ),
         Hyper("ns_dtype", torch.bfloat16, check_dtype, "the dtype of the Newton-Schulz iteration", "torch.dtype"),
     ),

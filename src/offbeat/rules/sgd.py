@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.optim.sgd import sgd as torch_function
+
 from offbeat import _torch
 from offbeat.rules.checks import anything, boolean, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed
@@ -90,5 +92,6 @@ SGD = Rule(
         flags=("maximize", "foreach", "differentiable", "fused"),
         native=native if "sgd" in _torch.FUSED else None,
         native_takes=_torch.fused_sgd_is_right,
+        function=torch_function,
     ),
 )
