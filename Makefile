@@ -99,8 +99,9 @@ bench-gpu-matrices:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.matrices_ranks --device cuda --ranks 1 2 --layers 12 --width 768 --save
 bench-gpu-codecs:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.codecs --device cuda --numel 268435456
+# With CONVERGENCE="--seconds 540" it stops after so long; CONVERGENCE="--seconds 540 --resume" then goes on.
 bench-gpu-convergence:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.convergence --device cuda --save
+	PYTHONPATH=src $(PYTHON) -m benchmarks.convergence --device cuda --save $(CONVERGENCE)
 
 convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.convergence --save

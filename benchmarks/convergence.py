@@ -9,6 +9,17 @@ Replicas are threads of one process with the production code, over `offbeat.Simu
 convergence.md, .json and .png to benchmarks/results (convergence-long.md for the long runs, convergence-cuda.md for a
 GPU), and again after every seed; the .json after every arm. Seeds can run in processes of their own, with ``--seeds``
 and ``--out``, and be put together with ``--merge``.
+
+On a GPU, where one process is limited by the launching of kernels, arms and seeds are divided among 12 processes, those
+that say most first; ``--jobs N`` sets their number, there or on the CPU. Matrix products are in TF32 there. ``--seconds
+S`` ends after S seconds: nothing starts that is unlikely to end in time, and what is not over is given up. The same
+command with ``--resume`` does the rest, after reading what there is in the .json, so that a machine can be lent for ten
+minutes at a time:
+
+    python -m benchmarks.convergence --device cuda --seconds 540 --out DIR
+    python -m benchmarks.convergence --device cuda --seconds 540 --out DIR --resume
+
+Both options save. Arms that not all seeds have run are left out of the table and the plot, and named above the table.
 """
 
 from __future__ import annotations
@@ -20,7 +31,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +39,7 @@ import torch
 
 import offbeat
 from benchmarks.convergence_data import Samples, digits, sources
+from benchmarks.convergence_jobs import Clock, Job, Outcome, in_processes
 from benchmarks.convergence_models import ByteGPT, ConvNet
 from benchmarks.convergence_report import pages, plot
 from benchmarks.convergence_train import Arm, Task, train
@@ -116,6 +128,30 @@ LONG = [
     "DiLoCo(32), int4",
 ]
 FEWER = ["DDP", "LocalSGD(1)", "LocalSGD(8)", "DiLoCo(32)", "DiLoCo(32), int4"]
+LARGE = [
+    "DDP",
+    "one replica alone, a quarter of the batch",
+    "LocalSGD(1)",
+    "LocalSGD(8)",
+    "SlowMo(8)",
+    "DiLoCo(32)",
+    "DiLoCo(128)",
+    "streaming DiLoCo(32), 4 fragments, delay 4",
+    "DiLoCo(32), bf16",
+    "DiLoCo(32), int8",
+    "DiLoCo(32), int4",
+    "DiLoCo(32), int2, error feedback",
+    "DiLoCo(32), outer SGD 1.0",
+    "DiLoCo(32), outer SGD 1.0, TopK(0.03), error feedback",
+]
+#: What several processes run first, with all seeds: a run that is cut off should have these.
+FIRST = [
+    "DDP",
+    "LocalSGD(8)",
+    "DiLoCo(32)",
+    "streaming DiLoCo(32), 4 fragments, delay 4",
+    "DiLoCo(32), int4",
+]
 TASKS = {
     "gpt": GPT,
     "digits": Task(
@@ -152,7 +188,7 @@ TASKS = {
         functools.partial(ByteGPT, layers=8, width=320, heads=5, length=256),
         lambda params: offbeat.AdamW(params, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
         "AdamW, lr 2e-3, betas 0.9 and 0.95, weight decay 0.1",
-        arms=[*FEWER, "one replica alone, a quarter of the batch"],
+        arms=LARGE,
         replicas=4,
         batch=16,
         tokens=256,
@@ -165,24 +201,44 @@ TASKS = {
 ON_CPU = [name for name in TASKS if name not in ("gpt10m", "gpt-long")]
 
 
-def run(task: Task, samples: Samples, seed: int, steps: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """All arms of a task with one seed, one after the other."""
-    for arm in task.arms:
-        one = train(task, ARMS[arm], samples, seed, steps)
-        end = one["curve"][-1]["loss"]
-        print(f"seed {seed}, {arm}: {end:.4f}, finished {one['finished'][0]:.4f}, {one['wall']} s", flush=True)
-        yield arm, one
+#: Processes on a GPU. One launches kernels with little more than a core, and fills a fraction of a large GPU.
+JOBS_ON_GPU = 12
+#: Steps of the run in which the steps of one replica are timed.
+TIMED_STEPS = 100
 
 
-def samples_of(task: Task, quick: bool, device: str) -> Samples:
+@functools.cache
+def samples_of(name: str, quick: bool, device: str) -> Samples:
     """The data of a task."""
-    samples = task.samples().to(device)
+    samples = TASKS[name].samples().to(device)
     if quick:
         samples = samples._replace(held_out_x=samples.held_out_x[:32], held_out_y=samples.held_out_y[:32])
     return samples
 
 
-def main() -> None:
+def prepare(tasks: Sequence[str], quick: bool, device: str) -> None:
+    """Settings of a process, and the data."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+    for name in tasks:
+        samples_of(name, quick, device)
+
+
+def work(job: Job, quick: bool, device: str, times: int) -> dict[str, Any]:
+    """Do one run."""
+    task, samples = TASKS[job.task], samples_of(job.task, quick, device)
+    steps = steps_of(task, quick, times)
+    if job.by_itself:
+        return train(task, Arm(alone=True), samples, job.seed, min(steps, TIMED_STEPS), timed=True)
+    return train(task, ARMS[job.arm], samples, job.seed, steps)
+
+
+def steps_of(task: Task, quick: bool, times: int) -> int:
+    return 10 if quick else times * task.steps
+
+
+def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--tasks", nargs="+", choices=TASKS, help="all but gpt10m on the CPU, gpt10m on a GPU")
@@ -190,54 +246,162 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=1, help="as many times the steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where the .json is read from and all is written to")
+    parser.add_argument("--jobs", type=int, help=f"processes; 1 on the CPU and {JOBS_ON_GPU} on a GPU unless told")
+    parser.add_argument("--seconds", type=float, help="give up what is not over after so long; implies --save")
+    parser.add_argument("--resume", action="store_true", help="run what the .json does not have; implies --save")
     parser.add_argument("--add", nargs="+", choices=ARMS, default=[], help="run only these, and add them to the .json")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="JSON", help="put results of several seeds together")
     parser.add_argument("--again", action="store_true", help="write table and plot again, from the saved .json")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if not options.tasks:
+        options.tasks = ["gpt10m"] if options.device == "cuda" else ["gpt"] if options.add else ON_CPU
+    options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
+    options.jobs = options.jobs or (1 if options.device == "cpu" else JOBS_ON_GPU)
+    options.save = options.save or options.resume or options.seconds is not None
+    if options.jobs < 1:
+        parser.error("--jobs must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = options_from(arguments)
     torch.set_num_threads(1)
     kind = "-cuda" if options.device == "cuda" else "-long" if options.tasks == ["gpt-long"] else ""
     path = options.out / f"convergence{kind}"
     if options.again:
         write(json.loads(path.with_suffix(".json").read_text()), path)
-        return
-    if options.merge:
+    elif options.merge:
         write(merged(options.merge), path)
-        return
-    if options.add:
-        add(options.add, options.tasks or ["gpt"], path)
-        return
+    elif options.add:
+        add(options.add, options.tasks, path)
+    else:
+        compare(options, path)
+
+
+def compare(options: argparse.Namespace, path: Path) -> None:
+    """Run all arms with all seeds, and report."""
+    clock = Clock(options.seconds)
+    result = empty(options)
+    if options.resume:
+        result = resumed(result, path)
+    jobs = jobs_for(result, by_importance=options.jobs > 1)
+    failed = []
+    for job, found, error in outcomes(jobs, options, clock):
+        if error:
+            failed.append(job)
+            print(f"{job.task}, seed {job.seed}, {job.arm} failed: {error}", flush=True)
+            continue
+        enter(result, job, found)
+        if not job.by_itself:
+            clock.note(found["wall"])
+        if options.save:
+            keep(result, path)
+            task = result["tasks"][job.task]
+            if len(task["runs"][str(job.seed)]) == len(task["arms"]):
+                write(result, path)
+    left = jobs_for(result, by_importance=options.jobs > 1)
+    if options.save and left:
+        write(result, path)
+    print("\n" + pages(complete(result)))
+    if left:
+        names = "".join(f"\n  {job.task}, seed {job.seed}, {job.arm}" for job in left)
+        print(f"not finished; the same command with --resume goes on:{names}", flush=True)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs failed, see above")
+
+
+def empty(options: argparse.Namespace) -> dict[str, Any]:
+    """What will be run and where, without any numbers."""
     machine = describe_machine(" ".join(["python -m benchmarks.convergence", *sys.argv[1:]]))
     machine |= {"threads": "1 a replica", "date": time.strftime("%Y-%m-%d")}
-    result: dict[str, Any] = {"machine": machine, "tasks": {}}
-    seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
-    for name in options.tasks or (ON_CPU if options.device == "cpu" else ["gpt10m"]):
-        task = TASKS[name]
-        for seed in seeds:
-            steps = 10 if options.quick else options.times * task.steps
-            samples = samples_of(task, options.quick, options.device)
-            one = result["tasks"].setdefault(
-                name,
-                {
-                    "data": samples.words,
-                    **{key: getattr(task, key) for key in ("title", "settings", "replicas", "batch", "unit")},
-                    "tokens": task.tokens,
-                    "device": options.device,
-                    "steps": steps,
-                    "synchronised": min(task.synchronised, steps // 2),
-                    "arms": {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in task.arms},
-                    "runs": {},
-                },
-            )
-            found = one["runs"][str(seed)] = {}
-            print(name)
-            for arm, numbers in run(task, samples, seed, steps):
-                found[arm] = numbers
-                if options.save:
-                    keep(result, path)
-            if options.save:
-                write(result, path)
-    print("\n" + pages(complete(result)))
+    if options.device == "cuda":
+        machine["precision"] = "float32; matrix products in TF32, in all arms"
+    if options.jobs > 1:
+        machine["processes"] = f"{options.jobs}, each with one arm and one seed at a time"
+    tasks = {}
+    for name in options.tasks:
+        task, steps = TASKS[name], steps_of(TASKS[name], options.quick, options.times)
+        tasks[name] = {
+            "data": samples_of(name, options.quick, "cpu").words,
+            **{key: getattr(task, key) for key in ("title", "settings", "replicas", "batch", "unit")},
+            "tokens": task.tokens,
+            "device": options.device,
+            "steps": steps,
+            "synchronised": min(task.synchronised, steps // 2),
+            "arms": {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in task.arms},
+            "runs": {str(seed): {} for seed in options.seeds},
+        }
+    return {"machine": machine, "tasks": tasks}
+
+
+def resumed(new: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The saved result, if it is of the same comparison."""
+    file = path.with_suffix(".json")
+    if not file.exists():
+        raise SystemExit(f"--resume: there is no {file} to go on with; begin without --resume")
+    old: dict[str, Any] = json.loads(file.read_text())
+    mine, theirs = settings(new), settings(old)
+    other = [
+        f"{key}: {theirs.get(key)}, now {mine.get(key)}" for key in mine | theirs if mine.get(key) != theirs.get(key)
+    ]
+    if other:
+        words = "\n  ".join(other)
+        raise SystemExit(f"--resume: {file} is of another comparison; begin without --resume\n  {words}")
+    old["machine"]["resumed"] = new["machine"]["date"]
+    return old
+
+
+def settings(result: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same in all runs that are compared. Another CPU may go on."""
+    found = {key: result["machine"].get(key) for key in ("gpu", "torch", "offbeat")}
+    for name, task in result["tasks"].items():
+        found |= {f"{name}, {key}": value for key, value in task.items() if key not in ("runs", "local_step")}
+        found[f"{name}, seeds"] = sorted(task["runs"])
+    return found
+
+
+def jobs_for(result: dict[str, Any], *, by_importance: bool) -> list[Job]:
+    """The runs that a result does not have.
+
+    Args:
+        by_importance: the arms that say most first, each with all seeds; otherwise one seed after the other.
+    """
+    found = []
+    for name, task in result["tasks"].items():
+        jobs = [Job(name, arm, int(seed)) for seed in task["runs"] for arm in task["arms"]]
+        if by_importance:
+            arms = sorted(task["arms"], key=lambda arm: FIRST.index(arm) if arm in FIRST else len(FIRST))
+            jobs.sort(key=lambda job: arms.index(job.arm))
+        jobs = [job for job in jobs if job.arm not in task["runs"][str(job.seed)]]
+        if jobs and task["device"] == "cuda" and "local_step" not in task:
+            found.append(Job(name, "a local step", jobs[0].seed, by_itself=True))
+        found += jobs
+    return found
+
+
+def outcomes(jobs: Sequence[Job], options: argparse.Namespace, clock: Clock) -> Iterator[Outcome]:
+    """Do the jobs, in this process if there is no reason for others."""
+    begin = functools.partial(prepare, options.tasks, options.quick, options.device)
+    do = functools.partial(work, quick=options.quick, device=options.device, times=options.times)
+    if options.jobs > 1 or options.seconds is not None:
+        yield from in_processes(jobs, options.jobs, begin, do, clock)
+        return
+    begin()
+    for job in jobs:
+        yield Outcome(job, do(job))
+
+
+def enter(result: dict[str, Any], job: Job, found: dict[str, Any]) -> None:
+    """Add the numbers of one run."""
+    task = result["tasks"][job.task]
+    if job.by_itself:
+        task["local_step"] = found["seconds"]
+        print(f"{job.task}: a local step takes {1e3 * found['seconds']:.1f} ms", flush=True)
+        return
+    task["runs"][str(job.seed)][job.arm] = found
+    end, after = found["curve"][-1]["loss"], found["finished"][0]
+    print(f"{job.task}, seed {job.seed}, {job.arm}: {end:.4f}, finished {after:.4f}, {found['wall']} s", flush=True)
 
 
 def add(arms: list[str], tasks: list[str], path: Path) -> None:
@@ -265,30 +429,44 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     first, *others = [json.loads(path.read_text()) for path in paths]
     for other in others:
         for name, task in other["tasks"].items():
-            first["tasks"].setdefault(name, task)["runs"] |= task["runs"]
+            runs = first["tasks"].setdefault(name, task)["runs"]
+            for seed, found in task["runs"].items():
+                runs[seed] = runs.get(seed, {}) | found
     result: dict[str, Any] = first
     return result
 
 
 def complete(result: dict[str, Any]) -> dict[str, Any]:
-    """The same without arms that some seed has not run: a run that was cut off keeps what it has."""
+    """The same without arms that some seed has not run: a run that was cut off keeps what it has.
+
+    Seeds without any run are left out, and tasks without DDP or the time of a step.
+    """
     tasks = {}
     for name, task in result["tasks"].items():
-        arms = {arm: how for arm, how in task["arms"].items() if all(arm in found for found in task["runs"].values())}
-        tasks[name] = {**task, "arms": arms}
+        runs = {seed: found for seed, found in task["runs"].items() if found}
+        missing = {arm: [seed for seed, found in runs.items() if arm not in found] for arm in task["arms"]}
+        arms = {arm: how for arm, how in task["arms"].items() if not missing[arm]}
+        if runs and "DDP" in arms and (task.get("device") != "cuda" or "local_step" in task):
+            missing = {arm: seeds for arm, seeds in missing.items() if seeds}
+            tasks[name] = {**task, "runs": runs, "arms": arms, "missing": missing}
     return {**result, "tasks": tasks}
 
 
 def keep(result: dict[str, Any], path: Path) -> None:
     """The numbers."""
     path.parent.mkdir(exist_ok=True, parents=True)
-    path.with_suffix(".json").write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    whole = path.with_suffix(".json.part")  # so that the .json is whole, also if this process is killed meanwhile
+    whole.write_text(json.dumps(result, separators=(",", ":")) + "\n")
+    whole.replace(path.with_suffix(".json"))
 
 
 def write(result: dict[str, Any], path: Path) -> None:
     """The numbers, the table and the plot."""
     keep(result, path)
     shown = complete(result)
+    if not shown["tasks"]:
+        print("no table yet: it needs DDP with every seed", flush=True)
+        return
     path.with_suffix(".md").write_text(pages(shown, path.with_suffix(".png").name).rstrip() + "\n")
     plot(shown, path.with_suffix(".png"))
 

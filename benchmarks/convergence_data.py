@@ -84,9 +84,10 @@ def batches(samples: Samples, rank: int, ranks: int, size: int, seed: int) -> It
     generator = torch.Generator().manual_seed(1000 * (seed + 1) + rank)
     while True:
         order = mine[torch.randperm(len(mine), generator=generator)]
+        order = order.to(samples.x.device)  # once a pass: indices in CPU memory would be copied at every batch
         for chosen in order.split(size):
             if len(chosen) == size:
                 x = samples.x[chosen]
                 if samples.noise:
-                    x = x + samples.noise * torch.randn(x.shape, generator=generator)
+                    x = x + samples.noise * torch.randn(x.shape, generator=generator).to(x.device)
                 yield x, samples.y[chosen]

@@ -20,9 +20,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
-from benchmarks.convergence import judge, loss_of
 from benchmarks.convergence_data import Samples, batches, sources
 from benchmarks.convergence_models import ByteGPT
+from benchmarks.convergence_train import judge, loss_of
 from benchmarks.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"

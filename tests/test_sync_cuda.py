@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from typing import Any
 
 import pytest
@@ -76,6 +77,40 @@ def test_the_same_as_on_the_cpu():
         for step in (0, 1, 2, 3):
             if step < 3:
                 assert torch.equal(first[0][0][step], second[0][0][step])
+
+
+def simulated(device: str, options: dict[str, Any], steps: int = 12) -> list[torch.Tensor]:
+    seeding = threading.Lock()
+
+    def replica(rank: int, peers: Any) -> torch.Tensor:
+        with seeding:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 1500), nn.Tanh(), nn.Linear(1500, 64)).to(device)
+        optimizer = offbeat.DiLoCo(
+            offbeat.SGD(model.parameters(), lr=3.0), model, group=peers, subgroup=None, warmup=2, **options
+        )
+        for step in range(steps):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(device)
+            (model(x) - x).square().mean().backward()
+            optimizer.average_gradients()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.finish()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+    return offbeat.Simulation(4).run(replica)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 4}, {"every": 4, "delay": 3}, {"every": 4, "fragments": 2, "delay": 2}, {"every": 4, "codec": "int8"}],
+)
+def test_simulated_replicas(options):
+    """Rounds in the background are on streams of their own, and read what other replicas' streams have written."""
+    gpu, cpu = simulated("cuda", dict(options)), simulated("cpu", dict(options))
+    for one in gpu:
+        assert torch.equal(one, gpu[0])
+    torch.testing.assert_close(gpu[0], cpu[0], rtol=1e-3, atol=1e-3)
 
 
 def failing(rank: int, world: int) -> bool:

@@ -219,8 +219,27 @@ class SimulatedPeers:
 
     def _post(self, value: Any, finish: Callable[[list[Any]], Any], sent: int) -> Work:
         key = (self._name, tuple(self.ranks), next(self._turns))
-        self.simulation.post(key, self._me, value, sent)
-        return _Arrival(lambda: finish(self.simulation.collect(key, self.ranks)))
+        self.simulation.post(key, self._me, _Part(value), sent)
+        return _Arrival(lambda: finish([part.take() for part in self.simulation.collect(key, self.ranks)]))
+
+
+class _Part:
+    """What a rank hands in. On a GPU other ranks' streams wait until its own has written it: ranks exchange in the
+    background on streams of their own, which have no order."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        tensors = value if isinstance(value, list) else [value]
+        self._on_gpu = [t for t in tensors if isinstance(t, Tensor) and t.is_cuda]
+        self._written = [torch.cuda.current_stream(t.device).record_event() for t in self._on_gpu[:1]]
+
+    def take(self) -> Any:
+        """The value, for work on the current stream."""
+        for written in self._written:
+            torch.cuda.current_stream(self._on_gpu[0].device).wait_event(written)
+        for t in self._on_gpu:
+            t.record_stream(torch.cuda.current_stream(t.device))  # its memory is not used again before that work
+        return self._value
 
 
 class _Arrival:
