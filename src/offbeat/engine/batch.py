@@ -192,8 +192,8 @@ class TensorBatch(Batch):
             increment_version(self.params if active is None else [self.params[i] for i in active])
 
 
-class ListBatch(TensorBatch):
-    """A batch whose tier updates all tensors of a list with one call."""
+class UnrecordedBatch(TensorBatch):
+    """A batch of whose updates autograd learns nothing."""
 
     def run(self, options: Options, extras: Extras, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""
@@ -203,6 +203,10 @@ class ListBatch(TensorBatch):
             super().run(options, extras, state)
         finally:
             set_grad_enabled(recording)
+
+
+class ListBatch(UnrecordedBatch):
+    """A batch whose tier updates all tensors of a list with one call."""
 
     def _active(self) -> Sequence[int] | None:
         return None if self._count == len(self.params) else super()._active()

@@ -93,8 +93,9 @@ class Chunk:
         assert matrix is not None
         self.scalars = {**numbers, **matrix.scales(h, self._whole)}
         c = Values(**self.scalars, **options.structure)
-        about = {"params": self.params, "dtype": self.params[0].dtype, "shape": self._whole}
-        self.about = Values(h=options.h, c=c, products=self._products, **about)
+        self.about = Values(
+            h=options.h, c=c, products=self._products, params=self.params, dtype=self.params[0].dtype, shape=self._whole
+        )
         self._for = options, numbers
         if self.kernels is not None and not self.kernels.set_numbers(self.scalars):
             self.kernels = None

@@ -17,7 +17,7 @@ from offbeat._torch import foreach_copy_
 from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.agree import check_same_gradients
-from offbeat.engine.batch import TensorBatch
+from offbeat.engine.batch import UnrecordedBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.chunks import Chunk, Kernels
 from offbeat.engine.cuda.products import products_for
@@ -43,7 +43,7 @@ OTHERS = 448 << 20
 WHOLE = Choice("matrix", "whole matrices, stacked by shape")
 
 
-class MatrixBatch(TensorBatch):
+class MatrixBatch(UnrecordedBatch):
     """Parameters of one device and dtype under a rule that needs whole matrices."""
 
     def __init__(self, options: Options, members: Sequence[Member], *, symbolic: bool) -> None:
@@ -98,10 +98,6 @@ class MatrixBatch(TensorBatch):
         return self._places_known
 
     def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
-        with torch.no_grad():
-            self._update(options, active)
-
-    def _update(self, options: Options, active: list[int]) -> None:
         if self._symbolic:
             for i, member in enumerate(self._members):
                 chunk = self._chunk(options, [i])

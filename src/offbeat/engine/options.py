@@ -65,11 +65,25 @@ class Options:
 
     def with_floats(self, changed: dict[str, float]) -> Options:
         """The same options but for some numbers, which were floats before too; as a scheduler changes them."""
+        same_form = self._decisive.isdisjoint(changed)
         made = object.__new__(Options)
-        made.rule, made.sharing, made.has_tensors, made.few = self.rule, self.sharing, self.has_tensors, self.few
-        made.h = Values(**(vars(self.h) | changed))
-        made._work_out()
+        vars(made).update(vars(self))  # with what has been derived from them
+        made.h = object.__new__(Values)
+        vars(made.h).update(vars(self.h), **changed)
+        vars(made).pop("words", None)
+        if not same_form:
+            for name in ("program", "device_program", "_decisive"):
+                vars(made).pop(name, None)
+            made._work_out()
         return made
+
+    @functools.cached_property
+    def _decisive(self) -> frozenset[str]:
+        """The hyperparameters that the form of the state and of the maths depends on. Usually no learning rate."""
+        watched = _Watched(**vars(self.h))
+        for depends in (self.rule.slots, self.rule.structure, self.rule.first_step_differs):
+            depends(watched)
+        return frozenset(vars(self.h) if "__dict__" in watched.names else watched.names)
 
     def _work_out(self) -> None:
         rule, h = self.rule, self.h
@@ -120,6 +134,22 @@ class Options:
     def typed(self, dtypes: tuple[torch.dtype, ...], *, on_device: bool = False) -> TypedProgram:
         """The program for tensors of these dtypes."""
         return TypedProgram(self.device_program if on_device else self.program, dtypes, self.form)
+
+
+class _Watched(Values):
+    """Hyperparameters that take note of which of them are read."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, **items: Any) -> None:
+        self.names: set[str] = set()
+        super().__init__(**items)
+        self.names.clear()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "names":
+            self.names.add(name)
+        return object.__getattribute__(self, name)
 
 
 def option_names(rule: Rule) -> list[str]:

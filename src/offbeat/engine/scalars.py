@@ -173,17 +173,24 @@ def _add_set(
     found: CoefficientSets, options: Options, columns: Sequence[ScalarColumn], values: Sequence[float], at: int
 ) -> None:
     """Add the coefficients for the scalars ``values``, which the parameter with the index ``at`` has."""
-    keys, rule = options.scalar_keys, options.rule
+    keys, rule, h = options.scalar_keys, options.rule, options.on_host()
     before = dict(zip(keys, values, strict=False))
     is_first = len(values) > len(keys) and bool(values[-1])
-    tensors = {key: column.tensors[at] for key, column in zip(keys, columns, strict=True)}
-    store, rounded = partial(_stored, before, tensors), partial(_rounded, tensors)
-    numbers = work_out(rule, options.on_host(), options.slots, before, store, _number, first=is_first, rounded=rounded)
+    if keys in ((), ("step",)):  # nothing is stored that must be rounded
+        numbers = work_out(rule, h, (), before, _unused, _number, first=is_first)
+    else:
+        tensors = {key: column.tensors[at] for key, column in zip(keys, columns, strict=True)}
+        store, rounded = partial(_stored, before, tensors), partial(_rounded, tensors)
+        numbers = work_out(rule, h, options.slots, before, store, _number, first=is_first, rounded=rounded)
     row = {name: float(value) for name, value in numbers.coefficients.items()}
     row["rounding_step"] = float(numbers.step)
     found.sets.append(row)
     found.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
     found.begins.append(bool(numbers.begins))
+
+
+def _unused(key: str, value: Any) -> Any:
+    raise AssertionError(f"there is no scalar {key}")
 
 
 def _stored(before: Mapping[str, float], tensors: Mapping[str, Tensor], key: str, value: Any) -> Tensor:

@@ -35,8 +35,7 @@ class Values:
     """Named values as attributes. The class is simple, so that torch.compile can trace it."""
 
     def __init__(self, **items: Any) -> None:
-        for name, value in items.items():
-            setattr(self, name, value)
+        self.__dict__.update(items)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no {name!r} here; there are: {', '.join(sorted(self.__dict__))}")
