@@ -10,8 +10,8 @@ TORCHES ?= 2.11.0 2.15.0
 # make compat PYTHON=python3.10 TORCHES=2.11.0 PINS=/dev/null
 PINS ?= constraints.txt
 # The short form of the tests: those that meet torch most closely.
-COMPAT_TESTS := against_torch cuda distributed functional local_sgd optim_db optimizer overlap overlap_cells overlap_cuda \
-	overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
+COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
+	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors torch_function triton_compiles
 
 .PHONY: help demo test lint types imports unit compat wheel bench bench-gpu convergence docs clean
 
