@@ -146,6 +146,20 @@ def test_tiers_say_why():
         train(offbeat.RMSprop(params := make("few"), fused=True), params, [1])
 
 
+def test_a_function_with_options_that_nobody_knows_is_not_called():
+    def later(params, grads, square_avgs, state_steps, foreach=None, *, lr, alpha, curvature):
+        raise AssertionError("called without an option")
+
+    known = offbeat.RMSprop.rule
+    rule = replace(known, surface=replace(known.surface, function=later))
+
+    class Later(offbeat.RuleOptimizer, rule=rule): ...
+
+    optimizer = Later(make("few"))
+    assert optimizer.tiers()[0].tier == "foreach"
+    train(optimizer, optimizer.param_groups[0]["params"], range(2))
+
+
 def test_groups_that_grow_are_no_longer_few():
     params = make("few")
     optimizer = offbeat.Adadelta(params)

@@ -15,6 +15,7 @@ from offbeat.engine.cuda.kernel import is_interpreting, why_no_kernel
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.options import Options
 from offbeat.engine.tensors import HALF, has_storage, has_values, is_dense, is_plain
+from offbeat.engine.torch_function import is_known
 from offbeat.engine.trace import Program, TypedProgram
 
 #: Devices on which torch's own fused operators run.
@@ -136,7 +137,8 @@ def _suits_function(options: Options, tensors: list[Tensor]) -> bool:
     if not p.is_floating_point() or len({t.dtype for t in tensors}) > 1 or not all(map(has_storage, tensors)):
         return False
     half = p.dtype in HALF
-    return (options.few and (half or p.numel() <= _SMALL)) or (half and p.numel() > _LARGE)
+    quicker = (options.few and (half or p.numel() <= _SMALL)) or (half and p.numel() > _LARGE)
+    return quicker and is_known(rule.surface.function, options.h)
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:

@@ -29,6 +29,15 @@ def options_of(function: Callable[..., None], h: Values) -> dict[str, Any]:
     return {"foreach": False} | {name: _option(h, name) for name in arguments(function)[1]}
 
 
+def is_known(function: Callable[..., None], h: Values) -> bool:
+    """Whether the function takes no other options than the rule has. A later release of torch may add some."""
+    try:
+        options_of(function, h)
+    except AttributeError:
+        return False
+    return True
+
+
 @functools.cache
 def arguments(function: Callable[..., None]) -> tuple[list[str], list[str]]:
     """The keys of the state of which a function takes lists, in order, and the names of its options."""
