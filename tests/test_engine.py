@@ -10,6 +10,7 @@ import torch
 
 import offbeat
 from offbeat.engine import choice as choice_module
+from offbeat.rules.checks import learning_rate
 from tests.cases import make_params, set_gradients
 
 ones = torch.ones
@@ -157,3 +158,33 @@ def test_a_batch_without_gradients_that_was_built_beside_another_runs_when_its_g
         b.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reads", ["an attribute", "all of them"])
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+def test_a_structure_that_depends_on_the_learning_rate_follows_a_schedule(reads, tier):
+    """What is derived from the options is taken over when a scheduler changes a number, but not what depends on it."""
+
+    def structure(h):
+        rate = h.lr if reads == "an attribute" else vars(h)["lr"]
+        return {"halved": rate > 0.25}
+
+    def update(p, g, c):
+        return (p - (0.5 * c.lr if c.halved else c.lr) * g,)
+
+    rule = offbeat.Rule(
+        name="Halving", hyper=(learning_rate(1.0),), slots=lambda h: (), structure=structure,
+        coefficients=lambda h, s: {"lr": h.lr}, update=update,
+    )  # fmt: skip
+
+    class Halving(offbeat.RuleOptimizer, rule=rule): ...
+
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Halving([p], lr=1.0, **tier)
+    expected = 0.0
+    for rate in (1.0, 0.5, 0.25, 0.125, 0.5):
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = ones(3)
+        optimizer.step()
+        expected -= rate / 2 if rate > 0.25 else rate
+        assert p.tolist() == [expected] * 3
