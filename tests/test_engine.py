@@ -170,7 +170,7 @@ def test_a_structure_that_depends_on_the_learning_rate_follows_a_schedule(reads,
         return {"halved": rate > 0.25}
 
     def update(p, g, c):
-        return (p - (0.5 * c.lr if c.halved else c.lr) * g,)
+        return (p - c.lr * (0.5 * g if c.halved else g),)
 
     rule = offbeat.Rule(
         name="Halving", hyper=(learning_rate(1.0),), slots=lambda h: (), structure=structure,
