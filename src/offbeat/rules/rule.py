@@ -32,10 +32,11 @@ def no_scalars(h: Values, s: Values) -> dict[str, Any]:
 
 
 class Values:
-    """Named values as attributes. The class is simple, so that torch.compile can trace it."""
+    """Named values as attributes. The class is simple, so that torch.compile can trace it, in torch 2.11 too."""
 
     def __init__(self, **items: Any) -> None:
-        self.__dict__.update(items)
+        for name, value in items.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no {name!r} here; there are: {', '.join(sorted(self.__dict__))}")
