@@ -13,7 +13,7 @@ PINS ?= constraints.txt
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
 	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors torch_function triton_compiles
 
-.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu convergence docs clean
+.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
@@ -23,6 +23,7 @@ help:
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
 	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
+	@echo "make chaos  replicas that are stopped at random while they train: do all agree in the end? (three minutes)"
 	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
 
 # What a user has: torch and the command line. torch comes first and pinned: asked for by another package it would be
@@ -102,6 +103,9 @@ bench-gpu-codecs:
 # With CONVERGENCE="--seconds 540" it stops after so long; CONVERGENCE="--seconds 540 --resume" then goes on.
 bench-gpu-convergence:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.convergence --device cuda --save $(CONVERGENCE)
+
+chaos: $(VENV)/ready
+	$(BIN)/python -m benchmarks.chaos $(CHAOS)
 
 convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.convergence --save
