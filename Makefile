@@ -21,10 +21,11 @@ help:
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make wheel  a wheel for this platform with compiled CPU kernels, in dist/ (about a minute)"
 	@echo "make docs   the documentation, in site/"
-	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
+	@echo "make bench  steps side by side with torch's, memory, slow links (these need root); writes benchmarks/results"
 	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
 	@echo "make chaos  replicas that are stopped at random while they train: do all agree in the end? (three minutes)"
 	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
+	@echo "make clean  removes what these have made, but not the results"
 
 # What a user has: torch and the command line. torch comes first and pinned: asked for by another package it would be
 # whichever build is newest.
