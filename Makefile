@@ -11,7 +11,7 @@ TORCHES ?= 2.11.0 2.15.0
 PINS ?= constraints.txt
 # The short form of the tests: those that meet torch most closely.
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
-	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors torch_function triton_compiles
+	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
 
 .PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.chaos [--seconds 180] [--ranks 3] [--seed 0]
 
-Real processes train over gloo with a deadline for every collective, each run with a random way to synchronise. Meanwhile
-one after the other is stopped (SIGSTOP) for longer or shorter than the deadline. Training goes on after
-:class:`offbeat.ExchangeError`, as the documentation says it can. When the steps are over nobody is stopped any more, and
-``finish()`` must make parameters, anchors and outer state the same on every rank. Ends with an error if a rank raises
-anything else, if the replicas differ, or if a run takes longer than all stops and waits can explain.
+Real processes train over gloo with a deadline for every collective, each run with a random way to synchronise.
+Meanwhile one after the other is stopped (SIGSTOP) for longer or shorter than the deadline. Training goes on after
+:class:`offbeat.ExchangeError`, as the documentation says it can. When the steps are over nobody is stopped any more,
+and ``finish()`` must make parameters, anchors and outer state the same on every rank. Ends with an error if a rank
+raises anything else, if the replicas differ, or if a run takes longer than all stops and waits can explain.
 """
 
 from __future__ import annotations

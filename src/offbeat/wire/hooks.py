@@ -39,7 +39,8 @@ class CodecState:
             None drops it. Takes as much memory as the gradients in float32.
         not_finite: what to do about NaN and infinity. ``"raise"`` raises :class:`NotFinite` at the end of backward on
             every rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError whose message contains this one).
-            ``"nan"`` fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
+            ``"nan"`` fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step
+            on all.
 
     Example:
         >>> import offbeat
