@@ -286,3 +286,33 @@ def test_a_hyperparameter_may_have_any_name():
         p.grad = ones(1)
         optimizer.step()
         assert p.item() == expected
+
+
+def test_coefficients_that_are_the_same_at_every_step_are_computed_once():
+    computed = []
+
+    def coefficients(h, s):
+        computed.append(h.lr)
+        return {"lr": h.lr}
+
+    rule = offbeat.Rule(
+        name="Counted", hyper=(learning_rate(1.0),), slots=lambda h: (offbeat.Slot("step", scalar=True),),
+        structure=lambda h: {}, coefficients=coefficients, update=lambda p, g, c: (p - c.lr * g,),
+    )  # fmt: skip
+
+    class Counted(offbeat.RuleOptimizer, rule=rule): ...
+
+    p, q = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = Counted([p, q], lr=0.5)
+    p.grad, q.grad = ones(2), None
+    used = []
+    for step in range(6):
+        if step == 3:
+            optimizer.param_groups[0]["lr"], q.grad = 0.25, ones(3)
+        optimizer.step()
+        used.append(set(computed))
+        computed.clear()
+    assert used == [{0.5}, set(), set(), {0.25}, set(), set()]
+    assert p.tolist() == [-2.25] * 2
+    assert q.tolist() == [-0.75] * 3
+    assert (optimizer.state[p]["step"], optimizer.state[q]["step"]) == (6, 3)

@@ -86,6 +86,11 @@ class Batch:
         if self._symbolic:
             options.sample_coefficients()
             return True
+        if options.constant is not None:
+            if self._sets_for is None or self._sets_for[0] is not options:
+                self.sets = CoefficientSets(None, [options.constant], [{}], [False])
+                self._sets_for = options, []
+            return True
         stored = [column.raw() for column in self.scalars]
         known = self._sets_for is not None and self._sets_for[0] is options and self._sets_for[1] == stored
         if not known:

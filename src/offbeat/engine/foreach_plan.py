@@ -109,7 +109,7 @@ class _Planner:
         self._kept = () if own_gradients else (_GRADIENT,)
         self._last_use = self._last_uses()
         #: What the names in the source stand for.
-        self.names: dict[str, Any] = {"tensor": _tensor, "move": _move, "repeat": repeat}
+        self.names: dict[str, Any] = {"tensor": _tensor, "on_cpu": _on_cpu, "move": _move, "repeat": repeat}
 
     def source(self) -> str:
         inside = {inner for sum in self._sums.values() for inner in sum.inner}
@@ -267,7 +267,7 @@ class _Planner:
         if self._is_list(a) or op not in _ARITHMETIC or not self._on_cpu:
             return self._name(a)
         # Of a number, torch would make a tensor for each of the list.
-        return f"[{self._tensor(a)}] * count"
+        return f"[on_cpu({self._name(a)}, dtype)] * count"
 
     def _tensor(self, a: Any) -> str:
         return f"tensor({self._name(a)}, dtype, x0[0].device)"
@@ -279,15 +279,21 @@ def _split(args: Sequence[Any], first: Callable[[Any], bool]) -> tuple[list[Any]
 
 def _tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number as a tensor, which may be kept: do not write to it."""
-    # The cache cannot tell False from 0.0, and 0.0 from -0.0. A tensor on a GPU may belong to a graph that is captured.
-    if isinstance(value, bool) or not value or device.type != "cpu":
-        return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=device)
-    return _kept_tensor(value, dtype, device)
+    if device.type == "cpu":
+        return _on_cpu(value, dtype)
+    # Not kept: it may belong to a graph that is captured.
+    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device=device)
+
+
+def _on_cpu(value: float, dtype: torch.dtype) -> Tensor:
+    if value and not isinstance(value, bool):  # the cache cannot tell False from 0.0, and 0.0 from -0.0
+        return _kept_tensor(value, dtype)
+    return torch.full((), value, dtype=torch.bool if isinstance(value, bool) else dtype, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
-def _kept_tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), value, dtype=dtype, device=device)
+def _kept_tensor(value: float, dtype: torch.dtype) -> Tensor:
+    return torch.full((), value, dtype=dtype, device="cpu")
 
 
 def _move(base: Sequence[Tensor], end: Sequence[Tensor], weight: float) -> None:

@@ -14,7 +14,7 @@ from offbeat._torch import is_traced
 from offbeat.engine.owners import Owners
 from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
-from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
+from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values, no_scalars
 
 
 class Sharing(NamedTuple):
@@ -63,8 +63,10 @@ class Options:
         vars(made).update(vars(self))  # with what has been derived from them
         made.h = object.__new__(Values)
         vars(made.h).update(vars(self.h), **changed)
-        vars(made).pop("words", None)
-        vars(made).pop("coefficient_names")
+        for name in ("words", "coefficient_names"):
+            vars(made).pop(name, None)
+        if vars(made).get("constant") is not None:
+            del vars(made)["constant"]
         if not same_form or made.coefficient_names != names:
             for name in ("program", "device_program", "_decisive", "_scalars", "_slots_have_functions"):
                 vars(made).pop(name, None)
@@ -126,6 +128,18 @@ class Options:
         return Values(step=1, **{key: 0.5 for key in self.scalar_keys if key != "step"})
 
     @functools.cached_property
+    def constant(self) -> dict[str, float] | None:
+        """The coefficients, if they are the same at every step: a rule without bias corrections and the like."""
+        changes = self.form or self.rule.advance is not no_scalars or any(slot.late for slot in self.slots)
+        if changes:
+            return None
+        try:
+            found = self.rule.coefficients(self.on_host(), _Unread())
+        except _Unread.Read:
+            return None
+        return {name: float(value) for name, value in found.items()} | {"rounding_step": 0.0}
+
+    @functools.cached_property
     def words(self) -> dict[str, str]:
         """The hyperparameters in words that are the same on every rank for the same values."""
         h = self.on_host()
@@ -166,6 +180,16 @@ class _Watched(Values):
         if name != "noted_by_offbeat":
             self.noted_by_offbeat.add(name)
         return object.__getattribute__(self, name)
+
+
+class _Unread(Values):
+    """Stored scalars of a rule that does not look at them."""
+
+    class Read(Exception):
+        """One of them was looked at."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise _Unread.Read(name)
 
 
 def option_names(rule: Rule) -> list[str]:

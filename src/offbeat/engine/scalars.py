@@ -157,7 +157,7 @@ def coefficient_sets(
     if "step" not in keys and first is not None:
         values.append([float(f) for f in first])
     one = [column[0] for column in values]
-    if all(column.count(value) == len(column) for column, value in zip(values, one, strict=True)):
+    if not any(column.count(column[0]) != len(column) for column in values):
         found = CoefficientSets(None)
         _add_set(found, options, columns, one, 0)
         return found

@@ -86,7 +86,10 @@ def lost_memory(t: Tensor) -> bool:
     if not is_plain(t) or t.layout is not torch.strided or t.device.type == "meta" or not t.numel():
         return False
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return (t.storage_offset() + last + 1) * t.itemsize > t.untyped_storage().nbytes()
+    try:
+        return (t.storage_offset() + last + 1) * t.itemsize > t.untyped_storage().nbytes()
+    except RuntimeError:  # a functorch tensor, which has none
+        return False
 
 
 def has_values(t: Tensor) -> bool:
