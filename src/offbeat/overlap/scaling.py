@@ -48,8 +48,10 @@ class Scaling:
 
     @property
     def is_over(self) -> bool:
-        """Whether ``scaler.update()`` has been called since then: the step has been skipped."""
-        return self.is_finished and _torch.scaler_states(self.scaler) is not self._states
+        """Whether the step is skipped: a gradient was not finite, or ``scaler.update()`` has been called since then."""
+        if not self.is_finished:
+            return False
+        return _torch.scaler_states(self.scaler) is not self._states or any(map(bool, self._found.values()))
 
     def take_over(self) -> None:
         """Have the scaler not leave unscaling to the optimizer's own step: gradients are unscaled before it.
