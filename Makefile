@@ -10,10 +10,10 @@ TORCHES ?= 2.11.0 2.15.0
 # make compat PYTHON=python3.10 TORCHES=2.11.0 PINS=/dev/null
 PINS ?= constraints.txt
 # The short form of the tests: those that meet torch most closely.
-COMPAT_TESTS := against_torch cuda distributed functional local_sgd optim_db optimizer overlap overlap_cells overlap_cuda \
-	overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
+COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
+	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
 
-.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu convergence docs clean
+.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
@@ -21,9 +21,11 @@ help:
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
 	@echo "make wheel  a wheel for this platform with compiled CPU kernels, in dist/ (about a minute)"
 	@echo "make docs   the documentation, in site/"
-	@echo "make bench  optimizer steps side by side with torch's (results in benchmarks/results)"
+	@echo "make bench  steps side by side with torch's, memory, slow links (these need root); writes benchmarks/results"
 	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
+	@echo "make chaos  replicas that are stopped at random while they train: do all agree in the end? (three minutes)"
 	@echo "make convergence  held-out loss of replicas that agree now and then, against DDP (half an hour)"
+	@echo "make clean  removes what these have made, but not the results"
 
 # What a user has: torch and the command line. torch comes first and pinned: asked for by another package it would be
 # whichever build is newest.
@@ -102,6 +104,9 @@ bench-gpu-codecs:
 # With CONVERGENCE="--seconds 540" it stops after so long; CONVERGENCE="--seconds 540 --resume" then goes on.
 bench-gpu-convergence:
 	PYTHONPATH=src $(PYTHON) -m benchmarks.convergence --device cuda --save $(CONVERGENCE)
+
+chaos: $(VENV)/ready
+	$(BIN)/python -m benchmarks.chaos $(CHAOS)
 
 convergence: $(VENV)/ready
 	$(BIN)/python -m benchmarks.convergence --save

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/slow_link.py --method diloco
 
 What to look at: MB sent a step, and the loss at the same number of steps. On one machine the link is fast, so steps a
-second differ little; between machines, start it with ``--nnodes 2 --rdzv-endpoint HOST:PORT`` on each. DiLoCo here
-sends its differences in 4 bits, part by part, while training goes on.
+second differ little; between machines, start it with ``--nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT``
+on each. DiLoCo here sends its differences in 4 bits, part by part, while training goes on.
 """
 
 from __future__ import annotations

@@ -186,3 +186,29 @@ def train_replicated(rank: int, world: int) -> list[torch.Tensor]:
 def test_ranks_under_ddp_stay_bit_identical():
     first, second = run_ranks(train_replicated, 2)
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
+
+
+def told(rank: int, world: int) -> dict[str, bool]:
+    """Whether a backward pass through a graph that was made before the step raises."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh, found = init_device_mesh("cpu", (world,)), {}
+    for tier in ({"foreach": False}, {"foreach": True}, {}):
+        p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+        optimizer = offbeat.RMSprop([p], lr=0.5, **tier)
+        for _ in range(2):
+            p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+            loss = (p * p).sum()
+            optimizer.step()
+            try:
+                torch.autograd.grad(loss, p)
+                found[str(tier)] = False
+            except RuntimeError as error:
+                found[str(tier)] = "modified by an inplace operation" in str(error)
+    return found
+
+
+def test_autograd_is_told_that_a_distributed_tensor_has_changed():
+    for answer in run_ranks(told, 2):
+        assert set(answer.values()) == {True}, answer

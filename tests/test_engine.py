@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 
 import offbeat
 from offbeat.engine import choice as choice_module
+from offbeat.rules.checks import learning_rate, weight_decay
+from offbeat.rules.rule import Hyper
 from tests.cases import make_params, set_gradients
 
 ones = torch.ones
@@ -157,3 +161,128 @@ def test_a_batch_without_gradients_that_was_built_beside_another_runs_when_its_g
         b.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("reads", ["an attribute", "all of them"])
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+def test_a_structure_that_depends_on_the_learning_rate_follows_a_schedule(reads, tier):
+    """What is derived from the options is taken over when a scheduler changes a number, but not what depends on it."""
+
+    def structure(h):
+        rate = h.lr if reads == "an attribute" else vars(h)["lr"]
+        return {"halved": rate > 0.25}
+
+    def update(p, g, c):
+        return (p - c.lr * (0.5 * g if c.halved else g),)
+
+    rule = offbeat.Rule(
+        name="Halving", hyper=(learning_rate(1.0),), slots=lambda h: (), structure=structure,
+        coefficients=lambda h, s: {"lr": h.lr}, update=update,
+    )  # fmt: skip
+
+    class Halving(offbeat.RuleOptimizer, rule=rule): ...
+
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Halving([p], lr=1.0, **tier)
+    expected = 0.0
+    for rate in (1.0, 0.5, 0.25, 0.125, 0.5):
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = ones(3)
+        optimizer.step()
+        expected -= rate / 2 if rate > 0.25 else rate
+        assert p.tolist() == [expected] * 3
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_rule_with_maths_of_its_own_is_not_torchs(name):
+    """It was taken for torch's rule by the operators that run without kernels."""
+    known = getattr(offbeat, name).rule
+
+    def half(p, g, c, **state):
+        changed, *rest = known.update(p=p, g=g, c=c, **state)
+        return (p + 0.5 * (changed - p), *rest)
+
+    def halved(**tensors):
+        return half(**tensors)
+
+    halved.__signature__ = inspect.signature(known.update)
+    rule = replace(known, name="Mine", update=halved)
+    assert (rule.surface.native, known.surface.native is not None) == (None, True)
+    surface = replace(known.surface, example=("torch.nn.Linear(2, 2)", "torch.ones(1, 2)"))
+    assert replace(known, name="Mine", update=halved, surface=surface).surface.native is None
+    assert replace(known, name="Mine", surface=surface).surface.native is not None  # only the name is another
+
+    class Mine(offbeat.RuleOptimizer, rule=rule): ...
+
+    (p,), (q,) = ([torch.ones(3, requires_grad=True)] for _ in range(2))
+    p.grad = q.grad = torch.ones(3)
+    Mine([p], lr=0.5, weight_decay=0.0).step()
+    getattr(offbeat, name)([q], lr=0.5, weight_decay=0.0).step()
+    torch.testing.assert_close(1 - p, 0.5 * (1 - q))
+
+
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+def test_state_that_begins_with_a_rate_follows_a_schedule(tier):
+    """A slot's function may look at the numbers that it was made with."""
+    rule = offbeat.Rule(
+        name="Kept", hyper=(learning_rate(1.0),), coefficients=lambda h, s: {"lr": h.lr},
+        slots=lambda h: (offbeat.Slot("step", scalar=True), offbeat.Slot("size", init=lambda _: h.lr, late=True)),
+        structure=lambda h: {}, update=lambda p, g, size, c: (p - size * g, size),
+    )  # fmt: skip
+
+    class Kept(offbeat.RuleOptimizer, rule=rule): ...
+
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))
+    optimizer = Kept([p, q], lr=0.5, **tier)
+    p.grad = ones(3)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.125
+    q.grad = ones(2)
+    optimizer.step()
+    assert p.tolist() == [-1.0] * 3
+    assert q.tolist() == [-0.125] * 2
+
+
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+@pytest.mark.parametrize("values", [(0.0, 0.5), (0.5, 0.0)], ids=str)
+def test_coefficients_with_other_names_after_a_change(tier, values):
+    """The fused tier went on with the kernel of the old ones, without a word."""
+
+    def update(p, g, c):
+        return (p - c.lr * g - (c.pull * p if hasattr(c, "pull") else 0.0 * p),)
+
+    rule = offbeat.Rule(
+        name="Pulled", hyper=(learning_rate(1.0), weight_decay(0.0)), slots=lambda h: (), structure=lambda h: {},
+        coefficients=lambda h, s: {"lr": h.lr} | ({"pull": h.weight_decay} if h.weight_decay else {}), update=update,
+    )  # fmt: skip
+
+    class Pulled(offbeat.RuleOptimizer, rule=rule): ...
+
+    p = torch.nn.Parameter(ones(3))
+    optimizer = Pulled([p], lr=0.25, weight_decay=values[0], **tier)
+    expected = 1.0
+    for value in (*values, *values):
+        optimizer.param_groups[0]["weight_decay"] = value
+        p.grad = ones(3)
+        optimizer.step()
+        expected = expected - 0.25 - value * expected
+        assert p.tolist() == [expected] * 3
+
+
+def test_a_hyperparameter_may_have_any_name():
+    rule = offbeat.Rule(
+        name="Named", hyper=(learning_rate(1.0), Hyper("names", 0.5, lambda value: None, "a number", "float")),
+        slots=lambda h: (), structure=lambda h: {"big": h.names > 0.25}, coefficients=lambda h, s: {"lr": h.lr},
+        update=lambda p, g, c: (p - c.lr * (0.5 * g if c.big else g),),
+    )  # fmt: skip
+
+    class Named(offbeat.RuleOptimizer, rule=rule): ...
+
+    p = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Named([p], lr=1.0)
+    for value, expected in ((0.5, -0.5), (0.125, -1.5)):
+        optimizer.param_groups[0]["names"] = value
+        p.grad = ones(1)
+        optimizer.step()
+        assert p.item() == expected

@@ -392,3 +392,25 @@ def test_a_state_dict_of_something_else():
         optimizer.load_state_dict(saved)
     with pytest.raises(ValueError, match=r"'weight', 'bias'; pass what optimizer\.state_dict\(\) returned"):
         optimizer.load_state_dict(saved["model"])
+
+
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+@pytest.mark.parametrize("which", ["parameter", "gradient", "square_avg"])
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("reader", ["python", ""])
+def test_memory_that_was_freed_raises(tier, which, left, reader, monkeypatch):
+    """It crashed the process, as torch.optim does."""
+    monkeypatch.setenv("OFFBEAT_READER", reader)
+    p, q = torch.nn.Parameter(torch.ones(50)), torch.nn.Parameter(torch.ones(2, 30).t())
+    optimizer = offbeat.RMSprop([p, q], lr=0.1, **tier)
+    for _ in range(2):
+        p.grad, q.grad = torch.ones(50), torch.ones(30, 2)
+        optimizer.step()
+    before = p.detach().clone()
+    p.grad, q.grad = torch.ones(50), torch.ones(30, 2)
+    there = {"parameter": q, "gradient": q.grad, "square_avg": optimizer.state[q]["square_avg"]}[which]
+    there.untyped_storage().resize_(left)
+    with pytest.raises(RuntimeError, match=f"the memory of a {which} of shape .* has been freed .* {left} bytes"):
+        optimizer.step()
+    assert torch.equal(p, before)
+    assert optimizer.state[p]["step"] == 2

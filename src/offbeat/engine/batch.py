@@ -27,7 +27,6 @@ from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets, ScalarColumn, coefficient_sets, tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import has_storage, is_dense, is_plain, local, same_layout
-from offbeat.engine.torch_function import arguments, options_of
 from offbeat.rules.ops import where
 
 
@@ -239,6 +238,7 @@ class ForeachBatch(ListBatch):
                 if mine:
                     run_foreach(self._typed, self._lists(mine), row)
         self.sets.store(options.scalar_keys, self.scalars, active)
+        self._tell_autograd(active)
 
 
 class NativeBatch(ListBatch):
@@ -271,46 +271,6 @@ class NativeBatch(ListBatch):
         assert options.rule.surface.native is not None
         options.rule.surface.native(options.h, 1 if self._first and any(self._first) else 2, p, g, entries)
         self._tell_autograd(active)
-
-
-class FunctionBatch(NativeBatch):
-    """torch.optim's own function, whose for-loop counts the steps and computes the coefficients."""
-
-    _needs_strides = False
-
-    def _set_up(self, options: Options) -> None:
-        super()._set_up(options)
-        function = options.rule.surface.function
-        assert function is not None
-        self._function = function
-        self._given = [self._state.get(key, []) for key in arguments(function)[0]]
-        self._late = [slot for slot in options.slots if slot.late]
-
-    def prepare(self, options: Options) -> bool:
-        """Check that the coefficients can be computed, once for each set of options."""
-        if options is not self._checked:
-            self._options = options_of(self._function, options.on_host())
-            options.sample_coefficients()
-            self._checked = options
-        return True
-
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
-        if self._late:
-            self._begin_counted(options, active)
-        if active is None:
-            self._function(self.shards, self._gradients, *self._given, **self._options)
-        else:
-            p, g, *_ = self._lists(active)
-            self._function(p, g, *[[t[i] for i in active] if t else t for t in self._given], **self._options)
-        self._tell_autograd(active)
-
-    def _begin_counted(self, options: Options, active: Sequence[int] | None) -> None:
-        """Initialise state that depends on the hyperparameters of the first step, where no step has been counted."""
-        steps = self.scalars[options.scalar_keys.index("step")].read()
-        if 0.0 in steps:
-            for i in range(len(steps)) if active is None else active:
-                for slot in self._late if steps[i] == 0 else ():
-                    self._state[slot.key][i].fill_(slot.initial(options.on_host()))
 
 
 class LoopBatch(TensorBatch):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from offbeat._torch import is_traced
-from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, FunctionBatch, LoopBatch, NativeBatch
+from offbeat.engine.batch import Batch, CpuBatch, ForeachBatch, LoopBatch, NativeBatch
 from offbeat.engine.choice import TRACED, Choice, choose, uses_triton
 from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
@@ -176,9 +176,7 @@ class Part:
                     if self.options.h.capturable:
                         m.choice = Choice("loop", f"capturable=True, and {error}")
                 return self._batch(members)
-        return {"fused": CpuBatch, "foreach": ForeachBatch, "native": NativeBatch, "torch": FunctionBatch}[choice.tier](
-            self.options, members
-        )
+        return {"fused": CpuBatch, "foreach": ForeachBatch, "native": NativeBatch}[choice.tier](self.options, members)
 
     @property
     def is_current(self) -> bool:

@@ -14,21 +14,17 @@ from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.cuda.kernel import is_interpreting, why_no_kernel
 from offbeat.engine.cuda.source import Variant
 from offbeat.engine.options import Options
-from offbeat.engine.tensors import HALF, has_storage, has_values, is_dense, is_plain
+from offbeat.engine.tensors import has_storage, has_values, is_dense, is_plain
 from offbeat.engine.trace import Program, TypedProgram
 
 #: Devices on which torch's own fused operators run.
 _NATIVE_DEVICES = ("cpu", "cuda", "hpu", "mps", "mtia", "xpu")
 
-#: What torch.optim's functions update at least as fast as the foreach tier: parameters of at most this many elements in
-#: groups of few, and larger ones than this in half precision, which the foreach tier converts.
-_SMALL, _LARGE = 1 << 16, 1 << 12
-
 _CAPTURING = "no step was made before the capture"
 
 
 class Choice(NamedTuple):
-    """A tier (``loop``, ``foreach``, ``fused``, ``native`` or ``torch``) and the reason it was chosen."""
+    """A tier (``loop``, ``foreach``, ``fused`` or ``native``) and the reason it was chosen."""
 
     tier: str
     reason: str
@@ -83,11 +79,8 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
     if why_not is None:
         return Choice("fused", "the fastest for these tensors")
     # On other devices the counters are not where torch's operators expect them.
-    if p.device.type == "cpu" and program is None:
-        if _why_not_native(options, tensors) is None:
-            return Choice("native", f"torch's own operator, because {why_not}")
-        if _suits_function(options, tensors):
-            return Choice("torch", f"torch.optim's own function, because {why_not}")
+    if p.device.type == "cpu" and program is None and _why_not_native(options, tensors) is None:
+        return Choice("native", f"torch's own operator, because {why_not}")
     return Choice("foreach" if not options.form and is_dense(p) and has_storage(p) else "loop", why_not)
 
 
@@ -123,20 +116,6 @@ def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
     if p.device.type == "cpu" and not surface.native_takes(p.dtype):
         return f"torch's operator is wrong for {p.dtype} on the CPU"
     return None
-
-
-def _suits_function(options: Options, tensors: list[Tensor]) -> bool:
-    """Whether torch.optim's own function can do this update, and the foreach tier would take longer.
-
-    It depends on the parameter and its group alone, so that a bucket of ``overlap`` gets the bits of a whole group.
-    """
-    rule, p = options.rule, tensors[0]
-    if rule.surface.function is None or rule.first_step_differs(options.h) or options.form:
-        return False
-    if not p.is_floating_point() or len({t.dtype for t in tensors}) > 1 or not all(map(has_storage, tensors)):
-        return False
-    half = p.dtype in HALF
-    return (options.few and (half or p.numel() <= _SMALL)) or (half and p.numel() > _LARGE)
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from offbeat.engine.codec import CODE_DTYPES, decode, encode, scaled_columns, sc
 from offbeat.engine.gradients import local_gradient
 from offbeat.engine.options import Options
 from offbeat.engine.precision import check_compact, is_compact
-from offbeat.engine.tensors import distributed_like, is_dtensor, is_plain, local, match_layout
+from offbeat.engine.tensors import distributed_like, is_dtensor, is_plain, local, lost_memory, match_layout
 from offbeat.rules.rule import Slot
 
 #: State entries that did not exist in this form: parameter, key, value.
@@ -129,6 +129,12 @@ def _check_columns(options: Options, keys: Sequence[str], columns: list[Tensor],
     """Raise unless the state fits the parameter's current shape and device, and the parameter can be updated."""
     p = columns[0]
     shape, device = p.shape, p.device
+    for name, t in zip(("parameter", "gradient", *keys), columns, strict=True):
+        if lost_memory(t):
+            raise RuntimeError(
+                f"the memory of a {name} of shape {tuple(t.shape)} has been freed (its storage has "
+                f"{t.untyped_storage().nbytes()} bytes); make it again before step()"
+            )
     odd = {slot.key: slot.shape_for(shape) for slot in options.slots if slot.shape is not None}
     for key, t in zip(keys, columns[2:], strict=True):
         if t.shape != odd.get(key, shape) or t.device != device:

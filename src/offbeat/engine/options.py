@@ -16,9 +16,6 @@ from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values
 
-#: The most parameters that a group of "few" has.
-FEW = 2
-
 
 class Sharing(NamedTuple):
     """The ranks that share the work on whole matrices. Each of them has all parameters.
@@ -51,11 +48,7 @@ class Options:
         symbolic: whether coefficients are tensors, kept on their device or recorded by autograd.
         marks: whether state that has not seen a step is marked.
         reasons: for each program, dtypes and device, the reason that there is no kernel, or None.
-        kind: everything that decides which kernel runs. A batch fits all options of the same kind.
-        few: whether the group has few parameters.
     """
-
-    few = False
 
     def __init__(self, rule: Rule, options: dict[str, Any], sharing: Sharing | None = None) -> None:
         self.rule, self.sharing = rule, sharing
@@ -65,17 +58,25 @@ class Options:
 
     def with_floats(self, changed: dict[str, float]) -> Options:
         """The same options but for some numbers, which were floats before too; as a scheduler changes them."""
-        same_form = self._decisive.isdisjoint(changed)
+        names, same_form = self.coefficient_names, self._decisive.isdisjoint(changed)
         made = object.__new__(Options)
         vars(made).update(vars(self))  # with what has been derived from them
         made.h = object.__new__(Values)
         vars(made.h).update(vars(self.h), **changed)
         vars(made).pop("words", None)
-        if not same_form:
-            for name in ("program", "device_program", "_decisive"):
+        vars(made).pop("coefficient_names")
+        if not same_form or made.coefficient_names != names:
+            for name in ("program", "device_program", "_decisive", "_scalars", "_slots_have_functions"):
                 vars(made).pop(name, None)
             made._work_out()
+        elif self._slots_have_functions:
+            made.slots = kept_slots(made.rule, made.h)
         return made
+
+    @functools.cached_property
+    def _slots_have_functions(self) -> bool:
+        """Whether a slot has a function, which may look at the numbers that it was made with."""
+        return any(callable(slot.init) or slot.shape is not None for slot in self.slots)
 
     @functools.cached_property
     def _decisive(self) -> frozenset[str]:
@@ -83,7 +84,8 @@ class Options:
         watched = _Watched(**vars(self.h))
         for depends in (self.rule.slots, self.rule.structure, self.rule.first_step_differs):
             depends(watched)
-        return frozenset(vars(self.h) if "__dict__" in watched.names else watched.names)
+        read = watched.noted_by_offbeat
+        return frozenset(vars(self.h) if "__dict__" in read else read)
 
     def _work_out(self) -> None:
         rule, h = self.rule, self.h
@@ -98,7 +100,18 @@ class Options:
         self.marks = rule.first_step_differs(h) and "step" not in self.scalar_keys
         self.reasons: dict[Any, str | None] = {}
         flags = (h.foreach, h.fused, h.differentiable, h.capturable, *(vars(h).get(name) for name in PRECISION))
-        self.kind = (flags, self.structure, self.tensor_keys, self.scalar_keys, self.has_tensors)
+        self._form = (flags, self.structure, self.tensor_keys, self.scalar_keys, self.has_tensors)
+        vars(self).pop("kind", None)
+
+    @functools.cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """Everything that decides which kernel runs. A batch fits all options of the same kind."""
+        return (*self._form, self.coefficient_names)
+
+    @functools.cached_property
+    def coefficient_names(self) -> tuple[str, ...]:
+        """The names of the rule's coefficients."""
+        return tuple(self.sample_coefficients(_without_tensors(self.h, 0.5) if self.has_tensors else self.h))
 
     def on_host(self) -> Values:
         """The hyperparameters, with tensors read as numbers. Reading waits for their device."""
@@ -106,9 +119,11 @@ class Options:
 
     def sample_coefficients(self, h: Values | None = None) -> dict[str, Any]:
         """Coefficients for arbitrary stored scalars, to learn their names and to check that they can be computed."""
-        h = self.h if h is None else h
-        stored = {slot.key: 0.5 for slot in self.rule.slots(h) if slot.scalar and slot.key != "step"}
-        return self.rule.coefficients(h, Values(step=1, **stored))
+        return self.rule.coefficients(self.h if h is None else h, self._scalars)
+
+    @functools.cached_property
+    def _scalars(self) -> Values:
+        return Values(step=1, **{key: 0.5 for key in self.scalar_keys if key != "step"})
 
     @functools.cached_property
     def words(self) -> dict[str, str]:
@@ -127,9 +142,10 @@ class Options:
         return self._trace(tuple(slot.key for slot in self.rule.slots(self.h) if slot.late and not slot.scalar))
 
     def _trace(self, late: tuple[str, ...]) -> Program:
-        names = tuple(self.sample_coefficients(_without_tensors(self.h, 0.5) if self.has_tensors else self.h))
         more = ("rounding_step",) if self.form else ()
-        return trace(self.rule, self.names[2:], names, tuple(sorted(self.structure.items())), late, more)
+        return trace(
+            self.rule, self.names[2:], self.coefficient_names, tuple(sorted(self.structure.items())), late, more
+        )
 
     def typed(self, dtypes: tuple[torch.dtype, ...], *, on_device: bool = False) -> TypedProgram:
         """The program for tensors of these dtypes."""
@@ -139,16 +155,16 @@ class Options:
 class _Watched(Values):
     """Hyperparameters that take note of which of them are read."""
 
-    __slots__ = ("names",)
+    __slots__ = ("noted_by_offbeat",)  # a name that no hyperparameter has
 
     def __init__(self, **items: Any) -> None:
-        self.names: set[str] = set()
+        self.noted_by_offbeat: set[str] = set()
         super().__init__(**items)
-        self.names.clear()
+        self.noted_by_offbeat.clear()
 
     def __getattribute__(self, name: str) -> Any:
-        if name != "names":
-            self.names.add(name)
+        if name != "noted_by_offbeat":
+            self.noted_by_offbeat.add(name)
         return object.__getattribute__(self, name)
 
 
@@ -226,18 +242,16 @@ class OptionsCache:
             before, found = known
             # All values are immutable, so identical objects are equal; comparing identities is faster.
             same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
-            found.few = len(group["params"]) <= FEW
             if same_names and all(map(is_, map(group.get, before), before.values())):
                 return found
             if same_names and (changed := _changed_floats(before, group)):
-                before.update(changed)
                 found = found.with_floats(changed)
+                before.update(changed)
                 self._known[id(group)] = (before, found)
                 return found
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         check_precision(self.rule, options)
         found = Options(self.rule, options, self._sharing)
-        found.few = len(group["params"]) <= FEW
         self._known.pop(id(group), None)
         if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go
@@ -248,8 +262,13 @@ class OptionsCache:
 
 def _changed_floats(before: dict[str, Any], group: dict[str, Any]) -> dict[str, float] | None:
     """The options that have changed, if all of them were and are floats."""
-    changed = {name: group[name] for name, value in before.items() if group[name] is not value}
-    return changed if all(type(v) is float and type(before[k]) is float for k, v in changed.items()) else None
+    changed = {}
+    for name, value in before.items():
+        if (new := group[name]) is not value:
+            if type(new) is not float or type(value) is not float:
+                return None
+            changed[name] = new
+    return changed
 
 
 def _is_constant(value: Any) -> bool:

@@ -14,7 +14,7 @@ from offbeat._torch import is_fake, local_tensor, version_of
 
 #: The types of tensors whose memory simply holds their values.
 PLAIN = (Tensor, torch.nn.Parameter)
-HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def is_plain(t: Any) -> bool:
@@ -89,6 +89,14 @@ def has_storage(t: Tensor) -> bool:
         return False
 
 
+def lost_memory(t: Tensor) -> bool:
+    """Whether the storage of a plain tensor is too small for it: somebody has freed or shrunk it."""
+    if not is_plain(t) or t.layout is not torch.strided or t.device.type == "meta" or not t.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return (t.storage_offset() + last + 1) * t.itemsize > t.untyped_storage().nbytes()
+
+
 def has_values(t: Tensor) -> bool:
     """Whether the tensor has values: it is neither a meta tensor nor a fake one."""
     return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
@@ -97,7 +105,7 @@ def has_values(t: Tensor) -> bool:
 def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype to compute in: the widest of the operands' dtypes, and at least float32."""
     dtype = functools.reduce(torch.promote_types, dtypes)
-    return torch.float32 if dtype in HALF else dtype
+    return torch.float32 if dtype in _HALF else dtype
 
 
 def is_dense(t: Tensor) -> bool:

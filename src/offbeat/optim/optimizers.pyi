@@ -732,7 +732,7 @@ class Muon(RuleOptimizer):
 
     .. math::
         B &\leftarrow \mu B + (1-\mu) g, \qquad
-            M = \begin{cases} (1-\mu) g + \mu B & \text{with Nesterov} \\ B & \text{else} \end{cases} \\
+            M = \begin{cases} (1-\mu) g + \mu B & \quad \text{with Nesterov} \\ B & \quad \text{else} \end{cases} \\
         X &\leftarrow M / \max(\lVert M \rVert_F, \epsilon), \qquad
             X \leftarrow a X + b \, (X X^\top) X + c \, (X X^\top)^2 X \quad \text{(} k \text{ times)} \\
         \theta &\leftarrow (1 - \gamma\lambda) \, \theta - \gamma \, s \, X, \qquad

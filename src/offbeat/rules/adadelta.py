@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.adadelta import adadelta as torch_function
-
 from offbeat.rules.checks import eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
@@ -44,5 +42,5 @@ ADADELTA = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=adadelta,
-    surface=Surface(function=torch_function, positional=("foreach",)),
+    surface=Surface(positional=("foreach",)),
 )

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.adamax import adamax as torch_function
-
 from offbeat.rules.checks import betas, eps, learning_rate, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
@@ -49,5 +47,5 @@ ADAMAX = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=adamax,
-    surface=Surface(function=torch_function, positional=("foreach",)),
+    surface=Surface(positional=("foreach",)),
 )

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.asgd import asgd as torch_function
-
 from offbeat.rules.checks import anything, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import maximum
@@ -60,5 +58,5 @@ ASGD = Rule(
     advance_first=False,
     coefficients=coefficients,
     update=asgd,
-    surface=Surface(function=torch_function, positional=("foreach", "maximize", "differentiable", "capturable")),
+    surface=Surface(positional=("foreach", "maximize", "differentiable", "capturable")),
 )

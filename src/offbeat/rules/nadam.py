@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.nadam import nadam as torch_function
-
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import sqrt
-from offbeat.rules.rule import Rule, Slot, Surface, Values
+from offbeat.rules.rule import Rule, Slot, Values
 
 
 def momentum_at(h: Values, step: Any) -> Any:
@@ -72,5 +70,4 @@ NADAM = Rule(
     advance=advance,
     coefficients=coefficients,
     update=nadam,
-    surface=Surface(function=torch_function),
 )

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.radam import radam as torch_function
-
 from offbeat.rules.checks import betas, boolean, eps, learning_rate, weight_decay
 from offbeat.rules.common import decayed, decoupling, moments
 from offbeat.rules.ops import maximum, sqrt, where
-from offbeat.rules.rule import Rule, Slot, Surface, Values
+from offbeat.rules.rule import Rule, Slot, Values
 
 
 def coefficients(h: Values, s: Values) -> dict[str, Any]:
@@ -65,5 +63,4 @@ RADAM = Rule(
     structure=decoupling,
     coefficients=coefficients,
     update=radam,
-    surface=Surface(function=torch_function),
 )

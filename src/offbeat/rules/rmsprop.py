@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.rmsprop import rmsprop as torch_function
-
 from offbeat.rules.checks import boolean, eps, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed, plain_decay
 from offbeat.rules.ops import sqrt
@@ -66,5 +64,5 @@ RMSPROP = Rule(
     structure=plain_decay,
     coefficients=coefficients,
     update=rmsprop,
-    surface=Surface(function=torch_function, positional=("capturable", "foreach", "maximize", "differentiable")),
+    surface=Surface(positional=("capturable", "foreach", "maximize", "differentiable")),
 )

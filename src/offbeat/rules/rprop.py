@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.rprop import rprop as torch_function
-
 from offbeat.rules.checks import learning_rate, pair
 from offbeat.rules.ops import maximum, minimum, sign, where
-from offbeat.rules.rule import Hyper, Rule, Slot, Surface, Values
+from offbeat.rules.rule import Hyper, Rule, Slot, Values
 
 
 def check_etas(value: Any) -> None:
@@ -59,5 +57,4 @@ RPROP = Rule(
     structure=lambda h: {"maximize": h.maximize},
     coefficients=coefficients,
     update=rprop,
-    surface=Surface(function=torch_function),
 )

@@ -32,10 +32,11 @@ def no_scalars(h: Values, s: Values) -> dict[str, Any]:
 
 
 class Values:
-    """Named values as attributes. The class is simple, so that torch.compile can trace it."""
+    """Named values as attributes. The class is simple, so that torch.compile can trace it, in torch 2.11 too."""
 
     def __init__(self, **items: Any) -> None:
-        self.__dict__.update(items)
+        for name, value in items.items():
+            setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"there is no {name!r} here; there are: {', '.join(sorted(self.__dict__))}")
@@ -131,8 +132,8 @@ class Surface:
         example: a module and its input, for the example in the docstring.
         native: ``native(h, step, params, grads, state)`` runs the same update with torch's own fused operator.
         native_takes: a function of a dtype: whether that operator gives right results for it on the CPU.
-        function: torch.optim's function for the same update, such as ``torch.optim.rmsprop.rmsprop``. Where there is no
-            kernel, it runs if it is quicker than the foreach tier.
+        native_maths: the functions of the rule that ``native`` belongs to. The first rule with this surface sets it; a
+            rule with others does not use ``native``.
     """
 
     flags: tuple[str, ...] = ("maximize", "foreach", "capturable", "differentiable", "fused")
@@ -144,7 +145,7 @@ class Surface:
     example: tuple[str, str] = ("torch.nn.Linear(4, 2)", "torch.ones(3, 4)")
     native: Callable[..., None] | None = None
     native_takes: Callable[[Any], bool] = lambda dtype: True
-    function: Callable[..., None] | None = None
+    native_maths: Any = field(default=None, repr=False)
 
 
 class Total(NamedTuple):
@@ -283,17 +284,19 @@ class Rule:
         self.check(Values(**options))
 
     def __post_init__(self) -> None:
-        self._keep_torchs_only_for_its_maths()
+        self._keep_native_for_its_maths()
         # Computed once, because torch.compile cannot trace it.
         object.__setattr__(self, "_wanted", frozenset(inspect.signature(self.update).parameters))
 
-    def _keep_torchs_only_for_its_maths(self) -> None:
-        """A rule made by ``replace(rule, update=...)`` is not what torch's operator and function compute."""
-        if self.surface.native is None and self.surface.function is None:
+    def _keep_native_for_its_maths(self) -> None:
+        """A rule made by ``replace(rule, update=...)`` is not what torch's operator computes."""
+        if self.surface.native is None:
             return
         maths = (self.update, self.coefficients, self.advance, self.advance_first, self.slots, self.structure)
-        if vars(self.surface).setdefault("_maths", maths) != maths:
-            object.__setattr__(self, "surface", replace(self.surface, native=None, function=None))
+        if self.surface.native_maths is None:
+            object.__setattr__(self.surface, "native_maths", maths)
+        elif self.surface.native_maths != maths:
+            object.__setattr__(self, "surface", replace(self.surface, native=None, native_maths=None))
 
     def apply(self, tensors: Mapping[str, Any], scalars: Mapping[str, Any]) -> tuple[Any, ...]:
         """Call :attr:`update` with ``tensors`` by name and with ``scalars``: the coefficients and the structure."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim.sgd import sgd as torch_function
-
 from offbeat import _torch
 from offbeat.rules.checks import anything, boolean, learning_rate, number, weight_decay
 from offbeat.rules.common import decayed
@@ -92,6 +90,5 @@ SGD = Rule(
         flags=("maximize", "foreach", "differentiable", "fused"),
         native=native if "sgd" in _torch.FUSED else None,
         native_takes=_torch.fused_sgd_is_right,
-        function=torch_function,
     ),
 )

@@ -38,8 +38,9 @@ class CodecState:
         error_feedback: the decay of what encoding loses, which is added to the next gradient. 1 keeps it whole, and
             None drops it. Takes as much memory as the gradients in float32.
         not_finite: what to do about NaN and infinity. ``"raise"`` raises :class:`NotFinite` at the end of backward on
-            every rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError with the same message). ``"nan"``
-            fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step on all.
+            every rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError whose message contains this one).
+            ``"nan"`` fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step
+            on all.
 
     Example:
         >>> import offbeat
