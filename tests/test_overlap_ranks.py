@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import threading
 import weakref
 from unittest import mock
@@ -20,6 +22,7 @@ from tests.ranks import run_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("overlap_ranks")]
 
 SMALL = 0.0005
+INF = math.inf
 
 
 def make(seed: int = 0) -> nn.Sequential:
@@ -446,28 +449,133 @@ def test_three_ranks_that_accumulate_in_buckets():
     assert run_ranks(views_of_three, 3) == [True] * 3
 
 
-def unannounced_where_one_rank_uses_nothing(rank: int, world: int) -> str:
-    class Branch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+class Branch(nn.Module):
+    """The optimizers below have only the parameters of ``first``, which a batch may not use."""
 
-        def forward(self, x):
-            return self.second(self.first(x) if rank == 0 else x)
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
 
-    ddp = DistributedDataParallel(Branch(), find_unused_parameters=True)
-    optimizer = offbeat.SGD(ddp.module.first.parameters(), lr=0.1)
-    offbeat.overlap(optimizer, ddp)
-    ddp(batch(0, rank)).sum().backward()
+    def forward(self, x, use):
+        return self.second(x) + (self.first(x) if use else 0)
+
+
+def branches(views: bool = False) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    ddp = DistributedDataParallel(Branch(), find_unused_parameters=True, gradient_as_bucket_view=views)
+    return ddp, offbeat.SGD(ddp.module.first.parameters(), lr=0.1, momentum=0.9)
+
+
+def unannounced_where_one_rank_uses_nothing(rank: int, world: int, accumulate: int, use: bool) -> str:
+    ddp, optimizer = branches()
+    offbeat.overlap(optimizer, ddp, accumulate=accumulate)
+    for step in range(accumulate):
+        ddp(batch(step, rank), rank == 0).sum().backward()
     with pytest.raises(RuntimeError, match="accumulate"):
-        ddp(batch(1, rank)).sum().backward()
-    del optimizer
+        ddp(batch(9, rank), use and rank == 0).sum().backward()
     return "ok"
 
 
 @pytest.mark.timeout(120)
-def test_a_pass_too_many_raises_on_a_rank_that_has_updated_nothing():
-    assert run_ranks(unannounced_where_one_rank_uses_nothing, 2, seconds=60) == ["ok"] * 2
+@pytest.mark.parametrize(("accumulate", "use"), [(1, True), (2, True), (2, False)])
+def test_a_pass_too_many_raises_on_a_rank_that_has_updated_nothing(accumulate, use):
+    assert run_ranks(unannounced_where_one_rank_uses_nothing, 2, accumulate, use, seconds=60) == ["ok"] * 2
+
+
+def cleared_where_one_rank_uses_nothing(rank: int, world: int) -> list[bool]:
+    """A pass adds to gradients of the step before, which are then cleared: all ranks drop it, or none does."""
+    result = []
+    for views in (False, True):
+        for set_to_none in (True, False):
+            for clip in ({}, {"clip_norm": INF, "clip": "previous"}, {"clip_norm": INF, "clip": "bucket"}):
+                models = []
+                for overlapped in (True, False):
+                    ddp, optimizer = branches(views)
+                    if overlapped:
+                        offbeat.overlap(optimizer, ddp, **clip)
+                    for step in range(4):
+                        ddp.zero_grad(set_to_none=set_to_none)
+                        ddp(batch(2 * step, rank), rank == step % 2).square().mean().backward()
+                        optimizer.step()
+                        ddp(batch(2 * step + 1, rank), True).square().mean().backward()
+                    models.append(ddp)
+                result.append(same(*models))
+    return result
+
+
+@pytest.mark.timeout(120)
+def test_all_ranks_drop_the_gradients_of_a_pass_or_none_does():
+    assert run_ranks(cleared_where_one_rank_uses_nothing, 2, seconds=60) == [[True] * 12] * 2
+
+
+def not_cleared_where_one_rank_uses_nothing(rank: int, world: int) -> str:
+    ddp, optimizer = branches()
+    offbeat.overlap(optimizer, ddp)
+    ddp(batch(0, rank), rank == 0).sum().backward()
+    optimizer.step()
+    before = [p.detach().clone() for p in ddp.parameters()]
+    ddp(batch(1, rank), True).sum().backward()
+    with pytest.raises(RuntimeError, match=r"in an earlier step.*call optimizer\.zero_grad\(\)"):
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(ddp.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    ddp(batch(2, rank), True).sum().backward()
+    optimizer.step()
+    return "ok"
+
+
+@pytest.mark.timeout(120)
+def test_gradients_that_were_not_cleared_raise_on_a_rank_that_has_updated_nothing():
+    assert run_ranks(not_cleared_where_one_rank_uses_nothing, 2, seconds=60) == ["ok"] * 2
+
+
+def accumulated_where_one_rank_uses_nothing(rank: int, world: int) -> list[bool]:
+    """A pass counts on every rank, also on one that has used no parameter of the optimizer in it."""
+    result = []
+    for views in (False, True):
+        for sync in (True, False):
+            models = []
+            for overlapped in (True, False):
+                ddp, optimizer = branches(views)
+                if overlapped:
+                    offbeat.overlap(optimizer, ddp, accumulate=2)
+                for step in range(4):
+                    with contextlib.nullcontext() if sync else ddp.no_sync():
+                        ddp(batch(2 * step, rank), rank == step % 2).square().mean().backward()
+                    ddp(batch(2 * step + 1, rank), step % 2 or rank == 0).square().mean().backward()
+                    optimizer.step()
+                    ddp.zero_grad()
+                models.append(ddp)
+            result.append(same(*models))
+    return result
+
+
+@pytest.mark.timeout(120)
+def test_passes_count_on_a_rank_that_uses_nothing():
+    assert run_ranks(accumulated_where_one_rank_uses_nothing, 2, seconds=60) == [[True] * 4] * 2
+
+
+def skipped_where_one_rank_uses_nothing(rank: int, world: int) -> bool:
+    """After a step that the scaler has skipped, the next one begins on every rank."""
+    models = []
+    for overlapped in (True, False):
+        ddp, optimizer = branches()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        if overlapped:
+            offbeat.overlap(optimizer, ddp, scaler=scaler)
+        for step in range(4):
+            x = batch(step, rank) * (INF if step == 0 else 1.0)
+            scaler.scale(ddp(x, step == 0 or rank == 0).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            ddp.zero_grad()
+        models.append(ddp)
+    return same(*models)
+
+
+@pytest.mark.timeout(120)
+def test_a_skipped_step_is_over_on_a_rank_that_uses_nothing_in_the_next():
+    assert run_ranks(skipped_where_one_rank_uses_nothing, 2, seconds=60) == [True] * 2
 
 
 def errors_and_ways_out(rank: int, world: int) -> str:

@@ -154,6 +154,33 @@ def test_kernels_of_an_earlier_build_are_left_out(tree: Path) -> None:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
 
 
+def test_a_wheel_has_only_the_modules_and_the_kernels_of_its_own_build(tree: Path, wheel: Path) -> None:
+    """A module that has been deleted is gone, and a file that only is called like a library is left out."""
+    stray = tree / "build" / "kernels" / sysconfig.get_platform() / "kernels-stray.so"
+    module = tree / "src" / "offbeat" / "deleted.py"
+    stray.touch()
+    module.touch()
+    build("wheel", tree, tree.parent / "earlier")
+    module.unlink()
+    again = build("wheel", tree, tree.parent / "again")
+    stray.unlink()
+    with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
+        assert second.namelist() == first.namelist()
+
+
+def test_kernels_that_were_replaced_are_not_packed(tree: Path) -> None:
+    library = min((tree / "build" / "kernels" / sysconfig.get_platform()).glob("kernels-*.so"))
+    made = library.read_bytes()
+    library.write_bytes(b"something else")
+    call = "from setuptools import build_meta as b; b.build_wheel('..')"
+    try:
+        done = subprocess.run([sys.executable, "-c", call], cwd=tree, env=ENVIRONMENT, capture_output=True, text=True)
+    finally:
+        library.write_bytes(made)
+    assert done.returncode != 0
+    assert f"{library.name} is not the file that tools/build_kernels.py has made; run it again" in done.stderr
+
+
 def test_without_a_compiler_they_run_with_the_bits_of_compiled_ones(site: Path, compiled: Any, tmp_path: Path) -> None:
     found = steps(site, tmp_path, names=(*RULES, "RMSprop"), **NO_COMPILER)
     assert found["tiers"] == {

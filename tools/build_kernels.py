@@ -5,13 +5,15 @@
 It makes a step with every optimizer, under every structure of its maths and in every dtype, and records the sources
 that the engine wants compiled; the codecs of ``offbeat.wire`` are among them. There is one library for each level of
 processors (see ``src/offbeat/engine/cpu/shipped.py``). ``make wheel`` then builds a wheel for this platform: setup.py
-puts the libraries into it. Without a C compiler nothing is built, and the wheel is pure.
+puts these libraries into it, and no other files. Without a C compiler nothing is built, and the wheel is pure.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import os
 import platform
 import re
@@ -35,6 +37,9 @@ from offbeat.engine.cpu import compiler, kernel, shipped  # noqa: E402
 from offbeat.optim import optimizers  # noqa: E402
 from offbeat.sync.slowmo import _SlowMomentum  # noqa: E402
 from offbeat.wire import native  # noqa: E402
+
+#: The list of the libraries, with a hash of each: setup.py takes these and no others.
+MADE = "made.json"
 
 
 def classes() -> dict[str, Any]:
@@ -118,8 +123,8 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(classes()), choices=list(classes()), metavar="RULE")
     parser.add_argument("--levels", nargs="+", default=levels, choices=levels, metavar="LEVEL")
     given = parser.parse_args()
-    for old in given.into.glob("kernels-*.so"):  # they may be from other sources
-        old.unlink()
+    for old in [given.into / MADE, *given.into.glob("kernels-*.so")]:  # they may be from other sources
+        old.unlink(missing_ok=True)
     if why_not := compiler.why_no_compiler() or ("" if levels else f"there are no levels for {platform.machine()}"):
         print(f"no kernels are built: {why_not}")
         return
@@ -127,11 +132,14 @@ def main() -> None:
         warnings.simplefilter("ignore")
         found = sources(given.rules)
     given.into.mkdir(parents=True, exist_ok=True)
+    made: dict[str, str] = {}
     with tempfile.TemporaryDirectory(dir=given.into) as work:  # all levels or none
         for level in given.levels:
             build(found, level, Path(work))
         for one in Path(work).iterdir():
             shutil.move(one, given.into / one.name)
+            made[one.name] = hashlib.sha256((given.into / one.name).read_bytes()).hexdigest()
+    (given.into / MADE).write_text(json.dumps(made, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat._torch import is_fake, local_tensor
+from offbeat._torch import is_fake, local_tensor, version_of
 
 #: The types of tensors whose memory simply holds their values.
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -37,6 +37,14 @@ def local(t: Tensor) -> Tensor:
     shard = local_tensor(t)
     # A collective may still be writing to it.
     return shard.wait() if hasattr(shard, "wait") else shard  # type: ignore[no-any-return]
+
+
+def changes(t: Tensor) -> int:
+    """A number that grows when a tensor is changed in place.
+
+    FSDP2 adds to the shard of a DTensor, which the version of the DTensor itself does not tell.
+    """
+    return version_of(t) + version_of(local(t)) if is_dtensor(t) else version_of(t)
 
 
 def distributed_like(like: Any, shard: Tensor) -> Tensor:

@@ -32,10 +32,14 @@ class Arrivals:
 
         self._call = call
 
+    def inside(self) -> list[Tensor]:
+        """All parameters of the module."""
+        module = self._module()
+        return list(module.parameters()) if module is not None else []
+
     def cover(self, params: Iterable[Tensor]) -> None:
         """Cover those of ``params`` that are in the module and require a gradient, and no others."""
-        module = self._module()
-        inside = {id(p) for p in module.parameters()} if module is not None else set()
+        inside = {id(p) for p in self.inside()}
         wanted: dict[int, Any] = {id(p): p for p in params if p.requires_grad and id(p) in inside}
         for key in list(self._hooks):
             if key not in wanted:

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat._torch import foreach_mul_, foreach_norm, order_by_kind, version_of
+from offbeat._torch import foreach_mul_, foreach_norm, order_by_kind
 from offbeat.engine.agree import norms_of_owners
 from offbeat.engine.owned import gradient_of
-from offbeat.engine.tensors import is_dtensor, local
+from offbeat.engine.tensors import changes, is_dtensor, local
 from offbeat.optim import RuleOptimizer
 
 __all__ = ["MODES", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
@@ -61,7 +61,7 @@ class Clipping:
         self.limit, self.mode = limit, mode
         self.sharing: Callable[[], Sequence[RuleOptimizer]] = list
         self.last: Tensor | None = None
-        self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, gradient and its version
+        self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, gradient and its changes()
         self._coefficients: dict[int, Tensor] = {}  # by parameter: the coefficient of its bucket
 
     @property
@@ -79,13 +79,13 @@ class Clipping:
         for index in kinds.values():
             result.update(zip(index, foreach_norm([parts[i] for i in index]), strict=True))
         for i, (p, g) in enumerate(zip(params, grads, strict=True)):
-            self._norms[id(p)] = (result[i], g, version_of(g))
+            self._norms[id(p)] = (result[i], g, changes(g))
 
     def moved(self, param: Tensor) -> None:
         """Called when a measured gradient was copied into ``.grad`` without a change."""
         g = gradient_of(param)
         if id(param) in self._norms and not self._is_stepped(param) and g is not None:
-            self._norms[id(param)] = (self._norms[id(param)][0], g, version_of(g))
+            self._norms[id(param)] = (self._norms[id(param)][0], g, changes(g))
 
     def forget_gradients(self, params: Sequence[Tensor]) -> None:
         """Keep the norms but not the gradients of parameters that have been updated."""
@@ -157,7 +157,7 @@ class Clipping:
 
     def _is_fresh(self, p: Tensor) -> bool:
         found, g = self._norms.get(id(p)), gradient_of(p)
-        return found is not None and found[1] is g and g is not None and found[2] == version_of(g)
+        return found is not None and found[1] is g and g is not None and found[2] == changes(g)
 
     def _coefficient(self, norm: Tensor | None) -> Tensor:
         assert norm is not None

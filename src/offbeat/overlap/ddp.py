@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat import _torch
 from offbeat.ddp import CommHook, UserHook
+from offbeat.overlap.arrivals import Arrivals
 from offbeat.overlap.consumed import ConsumedGradient, lift, receive
 from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.source import Source, refuse_graph
@@ -74,6 +75,9 @@ class DdpSource(Source):
                 ddp.register_forward_hook(_AfterForward(me), always_call=True),
             ]
         self._finds_unused = bool(ddp.find_unused_parameters or ddp.static_graph)
+        # A pass under no_sync() has no buckets, and this rank may use only parameters of other optimizers in it.
+        counts_others = self._finds_unused and step.accumulation.passes > 1
+        self._others = Arrivals(self.other_arrived, ddp) if counts_others else None
         self._hook = CommHook.register(ddp)
         if not self._hook.listeners and isinstance(self._hook.reducer, UserHook):
             self._hook.release(self._hook.reducer)  # that of an overlap that has been removed
@@ -99,11 +103,34 @@ class DdpSource(Source):
         if stood_for_zeros:
             self._hook.stand_in(p)
         self._used_here.add(id(p))
-        if self.step.accumulation.passes > 1 and current_pass() != self._pass and not is_nested():
-            # With accumulate=N every pass counts, under no_sync() too.
+        self._count_pass()
+
+    def other_arrived(self, p: Tensor) -> None:
+        """Called when a gradient has been accumulated that is not of this optimizer."""
+        self._check_not_removed()
+        self._forget_skipped_step()
+        if not self._drops():
+            self._count_pass()
+
+    def _count_pass(self) -> None:
+        """Count the pass that is running, with ``accumulate=N``: every pass counts, under ``no_sync()`` too.
+
+        It does not matter whether this rank has used a parameter of the optimizer, for others may have. Which ones are
+        frozen is the same on all ranks.
+        """
+        if self.step.accumulation.passes == 1 or current_pass() == self._pass or is_nested():
+            return
+        if any(p.requires_grad for p in self.step.parameters.all):
             with self.step.lock:
                 self.step.begin_pass()
             self._pass = current_pass()
+
+    def parameters_changed(self) -> None:
+        """See :class:`Source`."""
+        super().parameters_changed()
+        if self._others is not None:
+            mine = {id(p) for p in self.step.parameters.all}
+            self._others.cover(p for p in self._others.inside() if id(p) not in mine)
 
     def bucket_filled(self, params: Sequence[Tensor], index: int) -> Callable[[Sequence[Tensor]], None] | None:
         """See :class:`offbeat.ddp.Listener`.
@@ -113,6 +140,7 @@ class DdpSource(Source):
         ranks share wait for that on all ranks.
         """
         self._check_not_removed()
+        self._forget_skipped_step()
         if self._drops():
             return None
         if index == 0:
@@ -122,6 +150,8 @@ class DdpSource(Source):
                 self._refresh()
                 if self.step.accumulation.passes == 1:
                     self.step.begin_pass()
+                else:
+                    self._count_pass()
         mine = [i for i, p in enumerate(params) if p in self._arrivals]
         if not mine or not self.step.accumulation.is_last_pass:
             return None
@@ -213,6 +243,8 @@ class DdpSource(Source):
     def remove(self) -> None:
         """See :class:`Source`. A user's communication hook goes on reducing, or the numbers would change."""
         super().remove()
+        if self._others is not None:
+            self._others.remove()
         self._remove_module_hooks()
         self._hook.remove_listener(self)
 

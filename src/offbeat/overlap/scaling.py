@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from offbeat import _torch
 from offbeat.engine.owned import gradient_of
-from offbeat.engine.tensors import local
+from offbeat.engine.tensors import changes, local
 
 __all__ = ["Scaling", "unscale"]
 
@@ -37,7 +37,7 @@ class Scaling:
         self._found: dict[torch.device, Tensor] = {}
         self._inverse: Tensor | None = None
         self._states: Any = None
-        self._done: dict[int, tuple[Tensor, int]] = {}  # by parameter: its unscaled gradient and the version
+        self._done: dict[int, tuple[Tensor, int]] = {}  # by parameter: its unscaled gradient and its changes()
         self._had_amp = _torch.own_mark(optimizer)
         _Unscale.of(scaler).scalings.add(self)
 
@@ -48,8 +48,10 @@ class Scaling:
 
     @property
     def is_over(self) -> bool:
-        """Whether ``scaler.update()`` has been called since then: the step has been skipped."""
-        return self.is_finished and _torch.scaler_states(self.scaler) is not self._states
+        """Whether the step is skipped: a gradient was not finite, or ``scaler.update()`` has been called since then."""
+        if not self.is_finished:
+            return False
+        return _torch.scaler_states(self.scaler) is not self._states or any(map(bool, self._found.values()))
 
     def take_over(self) -> None:
         """Have the scaler not leave unscaling to the optimizer's own step: gradients are unscaled before it.
@@ -82,18 +84,18 @@ class Scaling:
             if found is None:
                 found = self._found[device] = torch.zeros((), dtype=torch.float32, device=device)
             _torch.unscale_tensors(some, found, self._inverse.to(device))
-        self._done.update((id(p), (g, _torch.version_of(g))) for p, g in zip(params, grads, strict=True))
+        self._done.update((id(p), (g, changes(g))) for p, g in zip(params, grads, strict=True))
 
     def moved(self, p: Tensor) -> None:
         """Called when an unscaled gradient was copied into ``.grad`` without a change."""
         if id(p) in self._done and (g := gradient_of(p)) is not None:
-            self._done[id(p)] = (g, _torch.version_of(g))
+            self._done[id(p)] = (g, changes(g))
 
     def check(self, params: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> None:
         """Raise if an unscaled gradient was changed: the user expected it to be still scaled."""
         for p in params:
             found, g = self._done.get(id(p)), gradient_of(p)
-            if found is not None and g is not None and (found[0] is not g or found[1] != _torch.version_of(g)):
+            if found is not None and g is not None and (found[0] is not g or found[1] != changes(g)):
                 raise RuntimeError(
                     f"the gradient of {name_of(p)} was changed between backward() and "
                     "scaler.unscale_(), but overlap() unscales gradients during backward; change gradients after "

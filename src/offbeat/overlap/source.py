@@ -64,6 +64,10 @@ class Source(ABC):
         """What every source does first when a gradient arrives."""
         self._check_not_removed()
         receive(p)
+        self._forget_skipped_step()
+
+    def _forget_skipped_step(self) -> None:
+        """Begin a new step if the scaler has skipped the last one, of which ``optimizer.step()`` was not told."""
         if self.step.was_skipped:
             self.step.reset()
             self.begin_step()

@@ -67,6 +67,7 @@ class Step:
         self._failure: str | None = None
         self._options: list[dict[str, Any]] | None = None
         self._used: list[Tensor] = []
+        self._given: list[Tensor] = []
 
     @property
     def is_open(self) -> bool:
@@ -243,13 +244,19 @@ class Step:
         self.count += self.is_open
         self.in_step = True
         self._used = list(self.stepped.values())
+        self._given = self._left() if self.is_open and not self._always_waits else []
         self.reset()
 
     def take_back(self) -> None:
-        """After the optimizer's own step: put placeholders back until the gradients are cleared."""
+        """After the optimizer's own step: put placeholders back until the gradients are cleared.
+
+        Gradients that were left to that step get one too. Which ones were differs from rank to rank and from step to
+        step, but all ranks must drop what is added to them before they are cleared.
+        """
         self._placeholders.place(p for p in self._used if p.grad is None)
+        self._placeholders.place(p for p in self._given if p.grad is not None)
         self._placeholders.begin_step()
-        self._used, self.in_step = [], False
+        self._used, self._given, self.in_step = [], [], False
 
     def reset(self, *, drop_gradients: bool = False) -> None:
         """Begin a new step. Gradients that have been used are set to None; with ``drop_gradients``, all are."""
@@ -264,6 +271,11 @@ class Step:
             self.clip.drop()
         if self.scaling is not None:
             self.scaling.reset()
+
+    @property
+    def _always_waits(self) -> bool:
+        """Whether no gradient is ever used before ``optimizer.step()``."""
+        return self.scaling is not None or (self.clip is not None and self.clip.mode == "exact")
 
     def _settle(self) -> None:
         settle(p for p in self.parameters.all if id(p) not in self.stepped)
