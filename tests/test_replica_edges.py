@@ -1093,3 +1093,20 @@ def test_average_gradients_under_join(monkeypatch):
 
     monkeypatch.setattr(_torch, "is_joining", lambda optimizer: True)
     replicas(2, run)
+
+
+@pytest.mark.parametrize("frozen", [0, -1])
+def test_slow_momentum_takes_no_learning_rate_of_a_frozen_parameter(frozen):
+    """One that was frozen in warm-up has the rate of that time; which parameter it is makes no difference."""
+
+    def run(rank, peers):
+        model = build()
+        slowmo = offbeat.SlowMo(sgd(model.parameters()), model, every=2, warmup=3, group=peers, subgroup=None)
+        for step in range(7):
+            slowmo.param_groups[0]["lr"] = 0.1 * 0.5**step
+            if step == 2:
+                list(model.parameters())[frozen].requires_grad_(False)
+            train(model, slowmo, [step], rank)
+        return slowmo.outer.param_groups[0]["inner_lr"]
+
+    assert replicas(2, run) == [0.1 * 0.5**6] * 2

@@ -212,10 +212,13 @@ class Outer:
         if not any("inner_lr" in group for group in self.optimizer.param_groups):
             return
         self.note_rates()
+        present = {name for names, _ in self._groups() for name in names}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            rates = [self._rates[name] for name in names if name in self._rates]
-            if rates:  # else all of them were frozen before the first step
-                group["inner_lr"] = rates[0]
+            noted = [name for name in names if name in self._rates]
+            # The rate of a frozen one is of the last step before that; it will do only if all are frozen.
+            chosen = next((name for name in noted if name in present), next(iter(noted), None))
+            if chosen is not None:  # else all of them were frozen before the first step
+                group["inner_lr"] = self._rates[chosen]
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors and the state of the outer optimizer."""
