@@ -1110,3 +1110,29 @@ def test_slow_momentum_takes_no_learning_rate_of_a_frozen_parameter(frozen):
         return slowmo.outer.param_groups[0]["inner_lr"]
 
     assert replicas(2, run) == [0.1 * 0.5**6] * 2
+
+
+def test_slow_momentum_is_loaded_where_the_learning_rate_is_zero():
+    """The last rate that was not zero is of a step between the last round and the checkpoint."""
+
+    def run(rank, peers):
+        def steps(model, slowmo, some):
+            for step in some:
+                slowmo.param_groups[0]["lr"] = max(0.0, 0.1 - 0.02 * step)
+                train(model, slowmo, [step], rank)
+
+        def make_one():
+            model = build()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, offbeat.SlowMo(inner, model, every=3, slow_momentum=0.6, group=peers, subgroup=None)
+
+        model, slowmo = make_one()
+        steps(model, slowmo, range(7))
+        other, loaded = make_one()
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(copy.deepcopy(slowmo.state_dict()))
+        for one, replica in ((model, slowmo), (other, loaded)):
+            steps(one, replica, range(7, 9))
+        return flat(model), flat(other)
+
+    assert all(torch.equal(*found) for found in replicas(2, run))

@@ -221,10 +221,13 @@ class Outer:
                 group["inner_lr"] = self._rates[chosen]
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors and the state of the outer optimizer."""
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        anchors = {name: a.clone() for name, a in self.anchors.items()}
-        return {"anchors": anchors, "groups": [list(names) for names in self._names], "optimizer": optimizer}
+        """Anchors, the state of the outer optimizer, and the inner learning rates that it may ask for."""
+        return {
+            "anchors": {name: a.clone() for name, a in self.anchors.items()},
+            "groups": [list(names) for names in self._names],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "rates": dict(self._rates),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
@@ -240,6 +243,7 @@ class Outer:
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])
         self.unchecked = set(self.anchors)
+        self._rates = dict(state.get("rates", {}))
         assert self.optimizer is not None
         self.optimizer.state.clear()
         self.optimizer.load_state_dict(_without(state["optimizer"], state["groups"], set(params)))
