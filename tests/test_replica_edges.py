@@ -1136,3 +1136,62 @@ def test_slow_momentum_is_loaded_where_the_learning_rate_is_zero():
         return flat(model), flat(other)
 
     assert all(torch.equal(*found) for found in replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"codec": "int8", "error_feedback": 1.0}])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_parameters_that_are_unfrozen_start_from_where_they_are(warmup, options):
+    """Not from where they were when the replica was made: ranks may even have loaded other values since."""
+
+    def run(rank, peers):
+        def make_one(seed):
+            model = build(seed)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, offbeat.DiLoCo(inner, model, every=2, warmup=warmup, group=peers, subgroup=None, **options)
+
+        def go_on(model, diloco, steps):
+            for step in steps:
+                if step in (1, 6):
+                    model[0].requires_grad_(step == 6)
+                train(model, diloco, [step], rank)
+            diloco.finish()
+            return {**model.state_dict(prefix="model "), **diloco.anchors()}
+
+        model, diloco = make_one(seed=1 + rank)
+        model.load_state_dict(build().state_dict())
+        model[0].requires_grad_(warmup == 1)
+        train(model, diloco, [0], rank)
+        model[0].requires_grad_(False)
+        train(model, diloco, range(1, 5), rank)
+        assert not any(name.startswith("0.") for name in diloco.anchors())
+        saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+        found = [go_on(model, diloco, range(5, 9))]
+        for frozen_before in (False, True):
+            other, loaded = make_one(seed=1 + rank)
+            other[0].requires_grad_(not frozen_before)
+            other.load_state_dict(saved[0])
+            loaded.load_state_dict(copy.deepcopy(saved[1]))
+            other[0].requires_grad_(False)
+            found.append(go_on(other, loaded, range(5, 9)))
+        return found
+
+    one, two = replicas(2, run)
+    for found in [*one, *two]:
+        assert found.keys() == one[0].keys()
+        assert all(torch.equal(value, one[0][name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("end", ["sync", "finish"])
+def test_parameters_that_are_unfrozen_right_before_a_round(end):
+    def run(rank, peers):
+        model = build()
+        model[0].requires_grad_(False)
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, group=peers, subgroup=None)
+        train(model, diloco, range(2), rank)
+        model[0].requires_grad_(True)
+        before = model[0].weight.detach().clone()
+        getattr(diloco, end)()
+        assert torch.allclose(model[0].weight, before, rtol=1e-12)
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))

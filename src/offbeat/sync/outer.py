@@ -41,17 +41,33 @@ class Outer:
         self.optimizer: Optimizer | None = None
         self._names: list[list[str]] = []
         self._rates: dict[str, float] = {}
+        #: Names of anchors whose parameters are not averaged now, and may change.
+        self.away: set[str] = set()
         #: Names of anchors that ranks have not compared yet.
         self.unchecked: set[str] = set()
 
     @torch.no_grad()
     def follow(self, params: Mapping[str, Tensor]) -> None:
-        """Take the current values as anchors of parameters that have none yet."""
+        """Take the current values as anchors of parameters that have none yet, or have not been averaged meanwhile."""
+        for name in self.away.intersection(params):
+            self._take_again(name, params[name])
+        self.away = self.anchors.keys() - params.keys()
         if all(name in self.anchors for name in params):
             return
         new = {name: self._anchor(p) for name, p in params.items() if name not in self.anchors}
         groups = [[name for name in names if name in new] for names, _ in self._groups()]
         self._add([names for names in groups if names], new)
+
+    def _take_again(self, name: str, p: Tensor) -> None:
+        anchor = self.anchors[name].copy_(local_part(p))
+        self.unchecked.add(name)
+        if self.optimizer is not None and anchor in self.optimizer.state:
+            del self.optimizer.state[anchor]
+
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """The anchors of parameters that are averaged."""
+        return {name: a for name, a in self.anchors.items() if name not in self.away}
 
     @torch.no_grad()
     def mirror(self, other: Outer) -> None:
@@ -224,6 +240,7 @@ class Outer:
         """Anchors, the state of the outer optimizer, and the inner learning rates that it may ask for."""
         return {
             "anchors": {name: a.clone() for name, a in self.anchors.items()},
+            "away": sorted(self.away),
             "groups": [list(names) for names in self._names],
             "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
             "rates": dict(self._rates),
@@ -242,7 +259,7 @@ class Outer:
             self._add(groups, {name: self._anchor(params[name]) for names in groups for name in names})
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])
-        self.unchecked = set(self.anchors)
+        self.unchecked, self.away = set(self.anchors), set(state.get("away", [])) & self.anchors.keys()
         self._rates = dict(state.get("rates", {}))
         assert self.optimizer is not None
         self.optimizer.state.clear()

@@ -314,7 +314,7 @@ class Replica(OptimizerWrapper, Joinable):
     def anchors(self, level: int = -1) -> dict[str, Tensor]:
         """The anchors of a level by parameter name: where the outer optimizer is, the same on every rank."""
         outer = self._anchors.outers[level]
-        return {} if outer is None else dict(outer.anchors)
+        return {} if outer is None else outer.present
 
     @overload
     def step(self, closure: None = None) -> None: ...

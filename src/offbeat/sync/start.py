@@ -123,14 +123,16 @@ class Start:
 
     def between_steps(self) -> None:
         """Before a round that no local step has led to: the parameters are where everybody starts from."""
-        if self._anchors and not self.is_anchored:
+        if self.is_anchored:
+            self._anchors.follow()
+        elif self._anchors:
             self._anchors.refresh()
 
     def at_the_end(self) -> None:
         """On a rank that has no data left, and may never have had any: others compare their anchors with it."""
+        self.between_steps()
         if not self._anchors or self.is_anchored:
             return
-        self._anchors.refresh()
         if self._everyone.size > 1:
             self.is_anchored = self._compare_anchors(is_stepping=False)
 
