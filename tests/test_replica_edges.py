@@ -1195,3 +1195,108 @@ def test_parameters_that_are_unfrozen_right_before_a_round(end):
         return flat(model)
 
     assert torch.equal(*replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 2, "fragments": 2, "codec": "int8"}, {"eager": True}])
+@pytest.mark.parametrize("kind", ["outer", "inner"])
+def test_a_rank_that_is_done_takes_the_options_of_those_that_train(kind, options):
+    """Its schedules stand still: that of the outer optimizer, and that of the inner one, which SlowMo's steps need."""
+
+    def run(rank, peers, *, stands_still):
+        model = build()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "outer":
+            replica = offbeat.DiLoCo(inner, model, every=4, group=peers, subgroup=None, **options)
+        else:
+            replica = offbeat.SlowMo(inner, model, every=4, group=peers, subgroup=None, level=options)
+        scheduled = replica.outer if kind == "outer" else inner
+
+        def step(numbers):
+            for one in numbers:
+                scheduled.param_groups[0]["lr"] = 0.2 * 0.9**one
+                train(model, replica, [one], rank)
+
+        step(range(18 if rank == 1 else 7))
+        if rank == 0 and not stands_still:
+            # Whatever else it has makes no difference.
+            replica.outer.param_groups[0]["lr"] = 0.0
+        replica.finish()
+        assert replica.agreed
+        return flat(model), anchors(replica)
+
+    one, two = replicas(2, functools.partial(run, stands_still=True))
+    for other in replicas(2, functools.partial(run, stands_still=False)):
+        for found in (one, two):
+            assert torch.equal(found[0], other[0])
+            assert torch.equal(found[1], other[1])
+
+
+def test_ranks_that_train_with_other_outer_options_raise():
+    def run(rank, peers):
+        model = build()
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, diloco, range(3), rank)
+        diloco.outer.param_groups[0]["lr"] = 0.5 + 0.1 * (rank == 1)
+        before = anchors(diloco)
+        with pytest.raises(
+            offbeat.Disagreement, match=r"'lr' of the outer optimizer .*: 0\.5 on ranks 0, 2, 0\.6 on rank 1"
+        ):
+            train(model, diloco, [3], rank)
+        assert torch.equal(anchors(diloco), before)
+        diloco.outer.param_groups[0]["lr"] = 0.5
+        train(model, diloco, range(4, 6), rank)
+        return anchors(diloco)
+
+    found = replicas(3, run)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("level", [{}, {"delay": 1}])
+def test_slow_momentum_where_a_rank_has_another_learning_rate(level):
+    """A GradScaler may skip a step of the schedule on one of them. The first rank's rate does for all."""
+
+    def run(rank, peers):
+        model = build()
+        slowmo = offbeat.SlowMo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None, level=level)
+        for step in range(5):
+            slowmo.param_groups[0]["lr"] = 0.1 * 0.9 ** (step - (rank == 1 and step > 1))
+            train(model, slowmo, [step], rank)
+        return anchors(slowmo), torch.cat(
+            [one["slow_momentum_buffer"].reshape(-1) for one in slowmo.outer.state.values()]
+        )
+
+    one, two = replicas(2, run)
+    assert torch.equal(one[0], two[0])
+    assert torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"eager": True}])
+def test_a_round_in_flight_keeps_the_options_it_began_with(options):
+    """A schedule that goes on meanwhile is for the next one, also where the round is loaded from a checkpoint."""
+
+    def run(rank, peers):
+        def make_one():
+            model = build()
+            inner = torch.optim.SGD([{"params": model[i].parameters()} for i in (0, 2, 4)], lr=0.1)
+            return model, offbeat.DiLoCo(inner, model, every=4, delay=2, group=peers, subgroup=None, **options)
+
+        finals = []
+        for change in (None, "in flight", "loaded"):
+            model, diloco = make_one()
+            train(model, diloco, range(5), rank)
+            if change is not None:
+                diloco.outer.param_groups[1]["lr"] = 0.01
+            if change == "loaded":
+                other, loaded = make_one()
+                other.load_state_dict(model.state_dict())
+                loaded.load_state_dict(copy.deepcopy(diloco.state_dict()))
+                model, diloco = other, loaded
+            train(model, diloco, [5], rank)
+            assert diloco.outer.param_groups[1]["lr"] == (0.6 if change is None else 0.01)
+            finals.append((flat(model), anchors(diloco)))
+        return finals
+
+    for first, *others in replicas(2, run):
+        for other in others:
+            assert torch.equal(first[0], other[0])
+            assert torch.equal(first[1], other[1])

@@ -59,7 +59,7 @@ class Anchors:
 
     def note_rates(self) -> None:
         """Remember the inner optimizer's learning rates, for outer optimizers that ask for them."""
-        for outer in [*self._there(), *(one.own for one in self.eagers if one is not None)]:
+        for outer in self._there():
             outer.note_rates()
 
     @torch.no_grad()

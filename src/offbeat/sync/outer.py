@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from offbeat.optim.base import RuleOptimizer
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
+from offbeat.sync.outer_options import Numbers, number_of, numbers_of
 
 __all__ = ["Outer"]
 
@@ -168,7 +170,6 @@ class Outer:
     @torch.no_grad()
     def move(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """One step of the outer optimizer with these pseudo-gradients, for the anchors of some parameters."""
-        self._set_inner_rates()
         self._step(names, gradients)
         self._end_step()
 
@@ -200,7 +201,6 @@ class Outer:
             limit: the most bytes of pseudo-gradients to have at once.
         """
         by_name = dict(zip(names, means, strict=True))
-        self._set_inner_rates()
         if self._takes_the_mean():
             for name, mean in by_name.items():  # exactly the mean: a - (a - mean) would be rounded
                 self.anchors[name].copy_(mean)
@@ -235,6 +235,35 @@ class Outer:
             chosen = next((name for name in noted if name in present), next(iter(noted), None))
             if chosen is not None:  # else all of them were frozen before the first step
                 group["inner_lr"] = self._rates[chosen]
+
+    def numbers(self, names: Sequence[str]) -> Numbers:
+        """The numbers among the outer optimizer's options now, for the anchors of some parameters."""
+        assert self.optimizer is not None
+        self._set_inner_rates()
+        groups = self._group_of()
+        return numbers_of([groups.get(name, {}) for name in names])
+
+    @contextmanager
+    def using(self, names: Sequence[str], numbers: Numbers) -> Iterator[None]:
+        """Work with what :meth:`numbers` has returned for these parameters, then or on another rank."""
+        groups, changed = self._group_of(), []
+        by_name = zip(names, (one for number, one in numbers for _ in range(number)), strict=False)
+        pairs = {(id(groups[name]), id(one)): (groups[name], one) for name, one in by_name if name in groups}
+        for group, wanted in pairs.values():
+            for key in [key for key in wanted if key in group and number_of(group[key]) != wanted[key]]:
+                changed.append((group, key, group[key], wanted[key]))
+                group[key] = wanted[key]
+        try:
+            yield
+        finally:
+            for group, key, before, used in changed:
+                if group[key] is used:  # else a hook of the step has set it
+                    group[key] = before
+
+    def _group_of(self) -> dict[str, dict[str, Any]]:
+        assert self.optimizer is not None
+        pairs = zip(self._names, self.optimizer.param_groups, strict=True)
+        return {name: group for names, group in pairs for name in names}
 
     def state_dict(self) -> dict[str, Any]:
         """Anchors, the state of the outer optimizer, and the inner learning rates that it may ask for."""

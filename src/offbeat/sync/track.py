@@ -160,11 +160,12 @@ class Track:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the residual, and the result of a round that has not been applied yet."""
-        flight, again, moved, skipped = None, 0.0, self.moved, self.skipped
+        flight: dict[str, Any] | None = None
+        again, moved, skipped = 0.0, self.moved, self.skipped
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
-            flight["exchanged"] = one.exchanged
+            flight.update(exchanged=one.exchanged, numbers=one.numbers)
             if one.error is None and one.shares is not None and not one.skipped:
                 flight.update(one.values())
             elif one.eager:
@@ -194,6 +195,7 @@ class Track:
             self.flight = self.make_round(state["flight"]["step"])
             self.flight.on_board, self.flight.final = state["flight"]["on_board"], state["flight"]["final"]
             self.flight.eager = bool(state["flight"].get("eager", False))
+            self.flight.numbers = state["flight"].get("numbers", self.flight.numbers)
             if state["flight"].get("failed"):
                 self.flight.shares, self.flight.skipped = Shares(1.0, None), True
             else:
