@@ -1300,3 +1300,48 @@ def test_a_round_in_flight_keeps_the_options_it_began_with(options):
         for other in others:
             assert torch.equal(first[0], other[0])
             assert torch.equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("end", ["rounds go on", "finish"])
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_what_a_skipped_round_had_taken_is_given_back_after_a_load(outer, end):
+    """At lower levels too, and when the round would have landed: rounds below come before and after that."""
+
+    def run(rank, peers):
+        def make_one():
+            model = build()
+            top = offbeat.Level(every=8, phase=2, delay=5, nonfinite="skip", outer=outer)
+            levels = [offbeat.Level(every=3, phase=3), top]
+            options = {"group": peers, "subgroup": None, "weighted": True}
+            return model, offbeat.Replica(torch.optim.SGD(model.parameters(), lr=0.1), model, levels, **options)
+
+        def steps(model, replica, some):
+            for step in some:
+                replica.seen(1 if rank == 0 or step >= 2 else 9)
+                train(model, replica, [step], rank)
+
+        model, replica = make_one()
+        steps(model, replica, [0])
+        good = model[0].weight.detach()[0, 0].clone()
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan") if rank == 1 else good
+        replica.param_groups[0]["lr"] = 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replica.seen(1 if rank == 0 else 9)
+            replica.step()
+            with torch.no_grad():
+                model[0].weight[0, 0] = good
+            replica.param_groups[0]["lr"] = 0.1
+            other, loaded = make_one()
+            other.load_state_dict(model.state_dict())
+            loaded.load_state_dict(copy.deepcopy(replica.state_dict()))
+            for one, there in ((model, replica), (other, loaded)):
+                steps(one, there, range(2, 12 if end == "rounds go on" else 3))
+                if end == "finish":
+                    there.finish()
+        return flat(model), flat(other), replica.agreed, loaded.agreed
+
+    for one, two, agreed, also in replicas(2, run):
+        assert torch.equal(one, two)
+        assert agreed == also

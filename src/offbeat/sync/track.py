@@ -161,23 +161,20 @@ class Track:
     def state_dict(self) -> dict[str, Any]:
         """Counters, the residual, and the result of a round that has not been applied yet."""
         flight: dict[str, Any] | None = None
-        again, moved, skipped = 0.0, self.moved, self.skipped
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
             flight.update(exchanged=one.exchanged, numbers=one.numbers)
+            flight["forgotten"] = [(track.place, track.part, amount) for track, amount in one.forgotten]
             if one.error is None and one.shares is not None and not one.skipped:
                 flight.update(one.values())
-            elif one.eager:
-                flight["failed"] = True  # its eager step is taken back when it would have landed
             else:
-                flight, again = None, one.on_board  # its amounts go to the next one, as where it lands
-                moved, skipped = True, one.skipped
+                flight["failed"] = True  # what it had taken is given back when it would have landed
         residual = None if self.residual is None else self.residual.clone()
         return {
-            "seen": self.seen + again,
-            "moved": moved,
-            "skipped": skipped,
+            "seen": self.seen,
+            "moved": self.moved,
+            "skipped": self.skipped,
             "rounds": self.rounds,
             "residual": residual,
             "residual_of": list(self.residual_of),
