@@ -1345,3 +1345,79 @@ def test_what_a_skipped_round_had_taken_is_given_back_after_a_load(outer, end):
     for one, two, agreed, also in replicas(2, run):
         assert torch.equal(one, two)
         assert agreed == also
+
+
+def _diloco(**options):
+    return functools.partial(offbeat.DiLoCo, every=4, subgroup=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "words"),
+    [
+        (
+            _diloco(delay=2),
+            functools.partial(offbeat.LocalSGD, every=4, delay=2, subgroup=None),
+            "for an outer optimizer",
+        ),
+        (
+            functools.partial(offbeat.LocalSGD, every=4, delay=2, subgroup=None),
+            _diloco(delay=2),
+            "for an outer optimizer",
+        ),
+        (_diloco(delay=2), _diloco(), "are not late"),
+        (_diloco(delay=2, fragments=2), _diloco(delay=2, fragments=("strided", 2)), "another fragment"),
+        (_diloco(delay=2, codec="int8"), _diloco(delay=2), "was encoded"),
+        (_diloco(delay=2), _diloco(delay=2, eager=True), "whose eager step"),
+    ],
+)
+def test_a_round_in_flight_that_could_not_land_changes_nothing(saved, here, words):
+    def run(rank, peers):
+        model = build()
+        replica = saved(adam(model.parameters()), model, group=peers)
+        train(model, replica, range(5), rank)
+        other = build()
+        other[0].requires_grad_(False)
+        there = here(adam(other.parameters()), other, group=peers)
+        train(other, there, range(2), rank)
+        before = copy.deepcopy((there.state_dict(), other.state_dict()))
+        with pytest.raises(ValueError, match=f"{words}.*nothing was changed"):
+            there.load_state_dict(copy.deepcopy(replica.state_dict()))
+        assert repr((there.state_dict(), other.state_dict())) == repr(before)
+        train(other, there, range(2, 6), rank)
+        replica.finish()
+        there.finish()
+        return flat(other)
+
+    assert torch.equal(*replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"eager": True}])
+def test_parameters_that_are_unfrozen_while_a_round_is_in_flight(options):
+    """They take part in the next one, also if this one is loaded; and it keeps the options of each group."""
+
+    def run(rank, peers):
+        def make_one(model):
+            groups = [{"params": model[i].parameters(), "lr": 0.1} for i in (0, 2, 4)]
+            inner = torch.optim.SGD(groups, lr=0.1)
+            return offbeat.DiLoCo(inner, model, every=4, delay=2, group=peers, subgroup=None, **options)
+
+        model = build()
+        model[2].requires_grad_(False)
+        diloco = make_one(model)
+        diloco.outer.param_groups[1]["lr"] = 0.3
+        train(model, diloco, range(5), rank)
+        model[2].requires_grad_(True)
+        other = build()
+        loaded = make_one(other)
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(copy.deepcopy(diloco.state_dict()))
+        for one, replica in ((model, diloco), (other, loaded)):
+            train(one, replica, range(5, 12), rank)
+            replica.finish()
+        for name, anchor in diloco.anchors().items():
+            assert torch.equal(anchor, loaded.anchors()[name]), name
+        return flat(model), flat(other)
+
+    one, two = replicas(2, run)
+    for found in (one[1], *two):
+        assert torch.equal(found, one[0])

@@ -156,4 +156,5 @@ class OnCopy(CopyRound):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`values`: the exchange is over, but its result has not been applied."""
         self.items = [item for item in self.items if item.name in state["values"]]
+        self.names = [name for name in self.names if name in state["values"]]  # without those unfrozen since
         self._restore_copy(self.items, state["values"])

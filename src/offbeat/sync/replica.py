@@ -450,9 +450,14 @@ class Replica(OptimizerWrapper, Joinable):
         """
         state_dict = self._begin_load(state_dict)
         step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
-        self._contents.load_averaged(mine.get("averaged", []))  # also what has been frozen since
-        self._tracks.check_state_dict(mine)
-        self.optim.load_state_dict(state_dict)
+        averaged = self._contents.averaged()
+        self._contents.load_averaged(mine.get("averaged", averaged))  # also what has been frozen since
+        try:
+            self._tracks.check_state_dict(mine)
+            self.optim.load_state_dict(state_dict)
+        except BaseException:
+            self._contents.load_averaged(averaged)
+            raise
         if step is None:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",

@@ -111,6 +111,12 @@ class Track:
         self._meetings += 1
         return f"{self.place}-{self.part}-{step}-{self._meetings}"
 
+    @property
+    def works_on_copy(self) -> bool:
+        """Whether rounds work on a copy, and may land later."""
+        # In place the local parameters are gone, and nothing of them could be kept.
+        return self.codec is not None or self.level.delay > 0 or self.level.kept > 0
+
     def make_round(self, step: int, *, done: bool = False, now: bool = False) -> Round:
         """The next round.
 
@@ -120,8 +126,7 @@ class Track:
         """
         if self.codec is not None:
             return Coded(self, step, done=done, now=now)
-        # In place the local parameters are gone, and nothing of them could be kept.
-        in_place = now or not (self.level.delay or self.level.kept)
+        in_place = now or not self.works_on_copy
         return (InPlace if in_place else OnCopy)(self, step, done=done, now=now)
 
     @torch.no_grad()
