@@ -516,9 +516,10 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _last_average(self) -> None:
         """Agree after the last step of all ranks."""
-        self._start.between_steps()
+        self._start.at_the_end()
         for part in self._tracks.parts(self._top):
             self._tracks.take_part(self._calendar.step, self._top, part, may_be_last=True)
+        self._made_equal = True
 
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int
