@@ -1093,3 +1093,331 @@ def test_average_gradients_under_join(monkeypatch):
 
     monkeypatch.setattr(_torch, "is_joining", lambda optimizer: True)
     replicas(2, run)
+
+
+@pytest.mark.parametrize("frozen", [0, -1])
+def test_slow_momentum_takes_no_learning_rate_of_a_frozen_parameter(frozen):
+    """One that was frozen in warm-up has the rate of that time; which parameter it is makes no difference."""
+
+    def run(rank, peers):
+        model = build()
+        slowmo = offbeat.SlowMo(sgd(model.parameters()), model, every=2, warmup=3, group=peers, subgroup=None)
+        for step in range(7):
+            slowmo.param_groups[0]["lr"] = 0.1 * 0.5**step
+            if step == 2:
+                list(model.parameters())[frozen].requires_grad_(False)
+            train(model, slowmo, [step], rank)
+        return slowmo.outer.param_groups[0]["inner_lr"]
+
+    assert replicas(2, run) == [0.1 * 0.5**6] * 2
+
+
+def test_slow_momentum_is_loaded_where_the_learning_rate_is_zero():
+    """The last rate that was not zero is of a step between the last round and the checkpoint."""
+
+    def run(rank, peers):
+        def steps(model, slowmo, some):
+            for step in some:
+                slowmo.param_groups[0]["lr"] = max(0.0, 0.1 - 0.02 * step)
+                train(model, slowmo, [step], rank)
+
+        def make_one():
+            model = build()
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, offbeat.SlowMo(inner, model, every=3, slow_momentum=0.6, group=peers, subgroup=None)
+
+        model, slowmo = make_one()
+        steps(model, slowmo, range(7))
+        other, loaded = make_one()
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(copy.deepcopy(slowmo.state_dict()))
+        for one, replica in ((model, slowmo), (other, loaded)):
+            steps(one, replica, range(7, 9))
+        return flat(model), flat(other)
+
+    assert all(torch.equal(*found) for found in replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"codec": "int8", "error_feedback": 1.0}])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_parameters_that_are_unfrozen_start_from_where_they_are(warmup, options):
+    """Not from where they were when the replica was made: ranks may even have loaded other values since."""
+
+    def run(rank, peers):
+        def make_one(seed):
+            model = build(seed)
+            inner = torch.optim.SGD(model.parameters(), lr=0.1)
+            return model, offbeat.DiLoCo(inner, model, every=2, warmup=warmup, group=peers, subgroup=None, **options)
+
+        def go_on(model, diloco, steps):
+            for step in steps:
+                if step in (1, 6):
+                    model[0].requires_grad_(step == 6)
+                train(model, diloco, [step], rank)
+            diloco.finish()
+            return {**model.state_dict(prefix="model "), **diloco.anchors()}
+
+        model, diloco = make_one(seed=1 + rank)
+        model.load_state_dict(build().state_dict())
+        model[0].requires_grad_(warmup == 1)
+        train(model, diloco, [0], rank)
+        model[0].requires_grad_(False)
+        train(model, diloco, range(1, 5), rank)
+        assert not any(name.startswith("0.") for name in diloco.anchors())
+        saved = copy.deepcopy((model.state_dict(), diloco.state_dict()))
+        found = [go_on(model, diloco, range(5, 9))]
+        for frozen_before in (False, True):
+            other, loaded = make_one(seed=1 + rank)
+            other[0].requires_grad_(not frozen_before)
+            other.load_state_dict(saved[0])
+            loaded.load_state_dict(copy.deepcopy(saved[1]))
+            other[0].requires_grad_(False)
+            found.append(go_on(other, loaded, range(5, 9)))
+        return found
+
+    one, two = replicas(2, run)
+    for found in [*one, *two]:
+        assert found.keys() == one[0].keys()
+        assert all(torch.equal(value, one[0][name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("end", ["sync", "finish"])
+def test_parameters_that_are_unfrozen_right_before_a_round(end):
+    def run(rank, peers):
+        model = build()
+        model[0].requires_grad_(False)
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=4, group=peers, subgroup=None)
+        train(model, diloco, range(2), rank)
+        model[0].requires_grad_(True)
+        before = model[0].weight.detach().clone()
+        getattr(diloco, end)()
+        assert torch.allclose(model[0].weight, before, rtol=1e-12)
+        return flat(model)
+
+    assert torch.equal(*replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": 2}, {"delay": 2, "fragments": 2, "codec": "int8"}, {"eager": True}])
+@pytest.mark.parametrize("kind", ["outer", "inner"])
+def test_a_rank_that_is_done_takes_the_options_of_those_that_train(kind, options):
+    """Its schedules stand still: that of the outer optimizer, and that of the inner one, which SlowMo's steps need."""
+
+    def run(rank, peers, *, stands_still):
+        model = build()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        if kind == "outer":
+            replica = offbeat.DiLoCo(inner, model, every=4, group=peers, subgroup=None, **options)
+        else:
+            replica = offbeat.SlowMo(inner, model, every=4, group=peers, subgroup=None, level=options)
+        scheduled = replica.outer if kind == "outer" else inner
+
+        def step(numbers):
+            for one in numbers:
+                scheduled.param_groups[0]["lr"] = 0.2 * 0.9**one
+                train(model, replica, [one], rank)
+
+        step(range(18 if rank == 1 else 7))
+        if rank == 0 and not stands_still:
+            # Whatever else it has makes no difference.
+            replica.outer.param_groups[0]["lr"] = 0.0
+        replica.finish()
+        assert replica.agreed
+        return flat(model), anchors(replica)
+
+    one, two = replicas(2, functools.partial(run, stands_still=True))
+    for other in replicas(2, functools.partial(run, stands_still=False)):
+        for found in (one, two):
+            assert torch.equal(found[0], other[0])
+            assert torch.equal(found[1], other[1])
+
+
+def test_ranks_that_train_with_other_outer_options_raise():
+    def run(rank, peers):
+        model = build()
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, diloco, range(3), rank)
+        diloco.outer.param_groups[0]["lr"] = 0.5 + 0.1 * (rank == 1)
+        before = anchors(diloco)
+        with pytest.raises(
+            offbeat.Disagreement, match=r"'lr' of the outer optimizer .*: 0\.5 on ranks 0, 2, 0\.6 on rank 1"
+        ):
+            train(model, diloco, [3], rank)
+        assert torch.equal(anchors(diloco), before)
+        diloco.outer.param_groups[0]["lr"] = 0.5
+        train(model, diloco, range(4, 6), rank)
+        return anchors(diloco)
+
+    found = replicas(3, run)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("level", [{}, {"delay": 1}])
+def test_slow_momentum_where_a_rank_has_another_learning_rate(level):
+    """A GradScaler may skip a step of the schedule on one of them. The first rank's rate does for all."""
+
+    def run(rank, peers):
+        model = build()
+        slowmo = offbeat.SlowMo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None, level=level)
+        for step in range(5):
+            slowmo.param_groups[0]["lr"] = 0.1 * 0.9 ** (step - (rank == 1 and step > 1))
+            train(model, slowmo, [step], rank)
+        return anchors(slowmo), torch.cat(
+            [one["slow_momentum_buffer"].reshape(-1) for one in slowmo.outer.state.values()]
+        )
+
+    one, two = replicas(2, run)
+    assert torch.equal(one[0], two[0])
+    assert torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"eager": True}])
+def test_a_round_in_flight_keeps_the_options_it_began_with(options):
+    """A schedule that goes on meanwhile is for the next one, also where the round is loaded from a checkpoint."""
+
+    def run(rank, peers):
+        def make_one():
+            model = build()
+            inner = torch.optim.SGD([{"params": model[i].parameters()} for i in (0, 2, 4)], lr=0.1)
+            return model, offbeat.DiLoCo(inner, model, every=4, delay=2, group=peers, subgroup=None, **options)
+
+        finals = []
+        for change in (None, "in flight", "loaded"):
+            model, diloco = make_one()
+            train(model, diloco, range(5), rank)
+            if change is not None:
+                diloco.outer.param_groups[1]["lr"] = 0.01
+            if change == "loaded":
+                other, loaded = make_one()
+                other.load_state_dict(model.state_dict())
+                loaded.load_state_dict(copy.deepcopy(diloco.state_dict()))
+                model, diloco = other, loaded
+            train(model, diloco, [5], rank)
+            assert diloco.outer.param_groups[1]["lr"] == (0.6 if change is None else 0.01)
+            finals.append((flat(model), anchors(diloco)))
+        return finals
+
+    for first, *others in replicas(2, run):
+        for other in others:
+            assert torch.equal(first[0], other[0])
+            assert torch.equal(first[1], other[1])
+
+
+@pytest.mark.parametrize("end", ["rounds go on", "finish"])
+@pytest.mark.parametrize("outer", [None, nesterov])
+def test_what_a_skipped_round_had_taken_is_given_back_after_a_load(outer, end):
+    """At lower levels too, and when the round would have landed: rounds below come before and after that."""
+
+    def run(rank, peers):
+        def make_one():
+            model = build()
+            top = offbeat.Level(every=8, phase=2, delay=5, nonfinite="skip", outer=outer)
+            levels = [offbeat.Level(every=3, phase=3), top]
+            options = {"group": peers, "subgroup": None, "weighted": True}
+            return model, offbeat.Replica(torch.optim.SGD(model.parameters(), lr=0.1), model, levels, **options)
+
+        def steps(model, replica, some):
+            for step in some:
+                replica.seen(1 if rank == 0 or step >= 2 else 9)
+                train(model, replica, [step], rank)
+
+        model, replica = make_one()
+        steps(model, replica, [0])
+        good = model[0].weight.detach()[0, 0].clone()
+        with torch.no_grad():
+            model[0].weight[0, 0] = float("nan") if rank == 1 else good
+        replica.param_groups[0]["lr"] = 0.0
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replica.seen(1 if rank == 0 else 9)
+            replica.step()
+            with torch.no_grad():
+                model[0].weight[0, 0] = good
+            replica.param_groups[0]["lr"] = 0.1
+            other, loaded = make_one()
+            other.load_state_dict(model.state_dict())
+            loaded.load_state_dict(copy.deepcopy(replica.state_dict()))
+            for one, there in ((model, replica), (other, loaded)):
+                steps(one, there, range(2, 12 if end == "rounds go on" else 3))
+                if end == "finish":
+                    there.finish()
+        return flat(model), flat(other), replica.agreed, loaded.agreed
+
+    for one, two, agreed, also in replicas(2, run):
+        assert torch.equal(one, two)
+        assert agreed == also
+
+
+def _diloco(**options):
+    return functools.partial(offbeat.DiLoCo, every=4, subgroup=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "words"),
+    [
+        (
+            _diloco(delay=2),
+            functools.partial(offbeat.LocalSGD, every=4, delay=2, subgroup=None),
+            "for an outer optimizer",
+        ),
+        (
+            functools.partial(offbeat.LocalSGD, every=4, delay=2, subgroup=None),
+            _diloco(delay=2),
+            "for an outer optimizer",
+        ),
+        (_diloco(delay=2), _diloco(), "are not late"),
+        (_diloco(delay=2, fragments=2), _diloco(delay=2, fragments=("strided", 2)), "another fragment"),
+        (_diloco(delay=2, codec="int8"), _diloco(delay=2), "was encoded"),
+        (_diloco(delay=2), _diloco(delay=2, eager=True), "whose eager step"),
+    ],
+)
+def test_a_round_in_flight_that_could_not_land_changes_nothing(saved, here, words):
+    def run(rank, peers):
+        model = build()
+        replica = saved(adam(model.parameters()), model, group=peers)
+        train(model, replica, range(5), rank)
+        other = build()
+        other[0].requires_grad_(False)
+        there = here(adam(other.parameters()), other, group=peers)
+        train(other, there, range(2), rank)
+        before = copy.deepcopy((there.state_dict(), other.state_dict()))
+        with pytest.raises(ValueError, match=f"{words}.*nothing was changed"):
+            there.load_state_dict(copy.deepcopy(replica.state_dict()))
+        assert repr((there.state_dict(), other.state_dict())) == repr(before)
+        train(other, there, range(2, 6), rank)
+        replica.finish()
+        there.finish()
+        return flat(other)
+
+    assert torch.equal(*replicas(2, run))
+
+
+@pytest.mark.parametrize("options", [{}, {"eager": True}])
+def test_parameters_that_are_unfrozen_while_a_round_is_in_flight(options):
+    """They take part in the next one, also if this one is loaded; and it keeps the options of each group."""
+
+    def run(rank, peers):
+        def make_one(model):
+            groups = [{"params": model[i].parameters(), "lr": 0.1} for i in (0, 2, 4)]
+            inner = torch.optim.SGD(groups, lr=0.1)
+            return offbeat.DiLoCo(inner, model, every=4, delay=2, group=peers, subgroup=None, **options)
+
+        model = build()
+        model[2].requires_grad_(False)
+        diloco = make_one(model)
+        diloco.outer.param_groups[1]["lr"] = 0.3
+        train(model, diloco, range(5), rank)
+        model[2].requires_grad_(True)
+        other = build()
+        loaded = make_one(other)
+        other.load_state_dict(model.state_dict())
+        loaded.load_state_dict(copy.deepcopy(diloco.state_dict()))
+        for one, replica in ((model, diloco), (other, loaded)):
+            train(one, replica, range(5, 12), rank)
+            replica.finish()
+        for name, anchor in diloco.anchors().items():
+            assert torch.equal(anchor, loaded.anchors()[name]), name
+        return flat(model), flat(other)
+
+    one, two = replicas(2, run)
+    for found in (one[1], *two):
+        assert torch.equal(found, one[0])

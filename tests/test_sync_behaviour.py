@@ -833,7 +833,7 @@ def loading_what_others_saved(rank, world):
     assert again.steps == 0
     # An average under way for another model: refused, and nothing is changed.
     small = nn.Linear(6, 3).double()
-    one = offbeat.LocalSGD(adamw(small.parameters()), small, every=4, subgroup=None)
+    one = offbeat.LocalSGD(adamw(small.parameters()), small, every=4, subgroup=None, delay=3)
     train(small, one, range(2), rank)
     before = copy.deepcopy(one.state_dict())
     with pytest.raises(ValueError, match=r"average in flight for '0\.weight'"):

@@ -583,6 +583,36 @@ def modules_can_be_copied_while_they_train(rank, world):
 
 
 @scenario(2)
+def ddp_modules_can_be_copied_while_they_train(rank, world):
+    """Copies average their gradients as DDP does, and can be given to an optimizer of their own."""
+
+    def averaged(ddp):
+        loss(ddp, batch(9, rank)).backward()
+        grads = torch.cat([p.grad.reshape(-1) for p in ddp.parameters()])
+        ddp.zero_grad()
+        return grads
+
+    for build in (
+        lambda inner, ddp: offbeat.LocalSGD(inner, ddp, every=2, subgroup=None),
+        lambda inner, ddp: offbeat.DiLoCo(inner, ddp, every=2, warmup=1, subgroup=None),
+        lambda inner, ddp: (offbeat.overlap(inner, ddp), inner)[1],
+    ):
+        for copied in _COPIES:
+            ddp = DistributedDataParallel(make())
+            optimizer = build(sgd(ddp.parameters()), ddp)
+            reference_train(ddp, optimizer, range(1), rank)  # after which replicas are equal
+            twin, plain = copied(ddp), DistributedDataParallel(copy.deepcopy(ddp.module))
+            assert torch.equal(averaged(twin), averaged(plain))
+            other, inner = DistributedDataParallel(copy.deepcopy(ddp.module)), sgd(twin.parameters())
+            reference = build(sgd(other.parameters()), other)
+            ours, theirs = (
+                reference_train(one, steps, range(3), rank)
+                for one, steps in ((twin, build(inner, twin)), (other, reference))
+            )
+            assert torch.equal(ours[-1], theirs[-1])
+
+
+@scenario(2)
 def modules_that_are_wrapped_without_a_look_at_every_object(rank, world):
     """DDP modules are known when they are made or called; a large program has millions of objects."""
     with pytest.MonkeyPatch.context() as patch:

@@ -97,6 +97,9 @@ class CommHook:
         if not hooks:
             return None
         hook, state = hooks[0]
+        if hook is _offbeat_comm_hook and state is None:  # of the module that this one is a copy of
+            hooks.clear()
+            return None
         if isinstance(state, CommHook) and state._ddp() is ddp:
             return state
         raise ValueError(
@@ -117,8 +120,8 @@ class CommHook:
                 raise
         return found
 
-    def __deepcopy__(self, memo: Any) -> CommHook:
-        return self  # copied with a DDP module's list of hooks; the copy's reducer does not have the hook
+    def __reduce__(self) -> Any:
+        return _nobody, ()  # copied with a DDP module's list of hooks; the copy's reducer does not have the hook
 
     @property
     def reducer(self) -> Reducer | None:
@@ -229,6 +232,10 @@ class CommHook:
 
 def _offbeat_comm_hook(state: CommHook, bucket: Any) -> Future[Any]:
     return state.run(bucket)
+
+
+def _nobody() -> None:
+    """The state of the hook in copies of a DDP module."""
 
 
 _offbeat_comm_hook.__annotations__ = {}  # DDP compares annotations with types, and these are strings

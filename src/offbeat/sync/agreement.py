@@ -20,6 +20,7 @@ __all__ = [
     "check_same_items",
     "check_same_options",
     "check_same_values",
+    "compare_options",
     "name_difference",
     "vote",
 ]
@@ -49,6 +50,7 @@ class Shares:
         finite: which ranks have only finite numbers to exchange, or no weight.
         sound: which ranks have only finite numbers.
         unchecked: whether any rank has anchors that have not been compared yet.
+        same_options: whether all ranks have the same options of the outer optimizer.
     """
 
     factor: float
@@ -63,6 +65,7 @@ class Shares:
     finite: tuple[bool, ...] = ()
     sound: tuple[bool, ...] = ()
     unchecked: bool = False
+    same_options: bool = True
 
     @staticmethod
     def of(weights: Sequence[float], me: int, **more: Any) -> Shares:
@@ -89,6 +92,7 @@ def agree(
     rounds: int = 0,
     finite: bool = True,
     unchecked: bool = False,
+    options: int = 0,
     leave_out: bool = False,
 ) -> Shares:
     """Compare the step and the items of all ranks, and collect their weights.
@@ -105,6 +109,7 @@ def agree(
         rounds: how many rounds this rank has completed.
         finite: whether all numbers of this rank are finite.
         unchecked: whether this rank has anchors that have not been compared yet.
+        options: a number for the options of the outer optimizer, which may differ.
         leave_out: whether ranks with numbers that are not finite get no weight.
     """
     ranks = peers.ranks
@@ -121,6 +126,7 @@ def agree(
         rounds,
         int(finite),
         int(unchecked),
+        options,
         *state_keys,
     ]
     mine = torch.tensor(numbers, dtype=torch.int64, device=peers.device)
@@ -145,11 +151,12 @@ def agree(
         all_done=all(row[6] for row in table),
         same_state=len({(row[3], row[4]) for row in table}) == 1,
         moved=tuple(bool(row[7]) for row in table),
-        state_keys=tuple(max(column) for column in zip(*(row[11:] for row in table), strict=True)),
+        state_keys=tuple(max(column) for column in zip(*(row[12:] for row in table), strict=True)),
         rounds=tuple(row[8] for row in table),
         finite=tuple(ok or w == 0 for ok, w in zip(sound, given, strict=True)),
         sound=sound,
         unchecked=any(row[10] for row in table),
+        same_options=len({row[11] for row in table}) == 1,
     )
 
 
@@ -218,8 +225,12 @@ def _fingerprint(part: Tensor) -> int:
 
 def check_same_options(options: Mapping[str, Any], peers: Peers) -> None:
     """Raise on every rank unless all ranks have the same options."""
-    ranks, lists = peers.ranks, peers.gather_objects(dict(options))
-    for name in options:
+    compare_options(peers.ranks, peers.gather_objects(dict(options)))
+
+
+def compare_options(ranks: Sequence[int], lists: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless these ranks have the same options."""
+    for name in {name: None for given in lists for name in given}:
         here: dict[str, list[int]] = {}
         for rank, given in zip(ranks, lists, strict=True):
             here.setdefault(str(given.get(name)), []).append(rank)

@@ -44,7 +44,7 @@ class Anchors:
         return bool(self._there())
 
     def follow(self) -> None:
-        """Take anchors of parameters that have none yet."""
+        """Take anchors of parameters that have none yet, or that are averaged again."""
         for outer in self._there():
             outer.follow(self._contents.params())
 
@@ -54,12 +54,12 @@ class Anchors:
             outer.refresh(self._contents.params())
 
     def items(self) -> list[Item]:
-        """All anchors of all levels."""
-        return [item for outer in self._there() for item in outer.items(list(outer.anchors))]
+        """All anchors of all levels, of parameters that are averaged."""
+        return [item for outer in self._there() for item in outer.items(list(outer.present))]
 
     def note_rates(self) -> None:
         """Remember the inner optimizer's learning rates, for outer optimizers that ask for them."""
-        for outer in [*self._there(), *(one.own for one in self.eagers if one is not None)]:
+        for outer in self._there():
             outer.note_rates()
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat.ddp import CommHook, as_it_is, mean_of_bucket
+from offbeat.overlap.module_hook import ModuleHook
 from offbeat.wire.groups import members
 
 __all__ = ["Local", "attach"]
@@ -41,7 +42,7 @@ class _Attachment:
         self._group = ddp.process_group
         self._comm_hook = comm_hook or mean_of_bucket
         self._broadcasts = ddp.broadcast_buffers
-        self._hook = ddp.register_forward_pre_hook(self.before_forward)
+        self._hook = ddp.register_forward_pre_hook(_BeforeForward(self))
 
     @property
     def conflict(self) -> str:
@@ -57,7 +58,7 @@ class _Attachment:
         reduced: Future[Any] = as_it_is(bucket) if group is None else self._comm_hook(group, bucket)
         return reduced
 
-    def before_forward(self, module: Any, args: Any) -> None:
+    def before_forward(self, module: DistributedDataParallel) -> None:
         optimizer = self._optimizer()
         module.broadcast_buffers = self._broadcasts and not (optimizer is not None and optimizer.is_local)
 
@@ -68,6 +69,16 @@ class _Attachment:
         ddp = self._ddp()
         if ddp is not None:
             ddp.broadcast_buffers = self._broadcasts
+
+
+class _BeforeForward(ModuleHook):
+    """A forward pre-hook."""
+
+    def __init__(self, attachment: _Attachment) -> None:
+        self._attachment = attachment
+
+    def __call__(self, module: DistributedDataParallel, args: Any) -> None:
+        self._attachment.before_forward(module)
 
 
 def attach(optimizer: Local, ddp: DistributedDataParallel, comm_hook: Any) -> None:

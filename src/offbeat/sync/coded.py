@@ -99,13 +99,12 @@ class Coded(CopyRound):
 
     def _land(self, params: dict[str, Tensor]) -> None:
         track = self.track
-        assert track.outer is not None
         if track.level.error_feedback is not None:
             track.residual, track.residual_of = self._lost, self._lost_of
         views = [(item, view) for item, view in self._views() if item.name in params]
         names = [item.name for item, _ in views]
-        outer, gradients = track.outer, [view for _, view in views]
-        self._move(params, names, lambda: outer.move(names, gradients))
+        gradients = [view for _, view in views]
+        self._move(params, names, lambda outer: outer.move(names, gradients))
         self._land_copy(self._buffers)
 
     def _copied(self) -> list[Item]:

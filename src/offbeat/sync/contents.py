@@ -145,8 +145,9 @@ class Contents:
         return [i for i, p in enumerate(self._all()) if p in self._ever]
 
     def load_averaged(self, places: list[int]) -> None:
-        """Load what :meth:`averaged` returned."""
+        """Load what :meth:`averaged` returned, in place of what there is."""
         params = self._all()
+        self._ever, self._trained = _torch.weak_table(), []
         for i in places:
             if i < len(params):
                 self._ever[params[i]] = True

@@ -142,13 +142,12 @@ class OnCopy(CopyRound):
     @torch.no_grad()
     def _land(self, params: dict[str, Tensor]) -> None:
         track = self.track
-        outer = track.outer
-        self._land_copy([item for item in self.items if outer is None or item.name not in params])
-        if outer is not None:
+        self._land_copy([item for item in self.items if track.outer is None or item.name not in params])
+        if track.outer is not None:
             views = dict(zip([item.name for item in self.items], track.snapshot.views, strict=True))
             names = [name for name in self.names if name in params and name in views]
             means, limit = [views[name] for name in names], track.exchange.bucket_bytes
-            self._move(params, names, lambda: outer.move_to(names, means, limit))
+            self._move(params, names, lambda outer: outer.move_to(names, means, limit))
 
     def values(self) -> dict[str, Any]:
         """For a checkpoint: what :meth:`land` will use."""
@@ -157,4 +156,5 @@ class OnCopy(CopyRound):
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`values`: the exchange is over, but its result has not been applied."""
         self.items = [item for item in self.items if item.name in state["values"]]
+        self.names = [name for name in self.names if name in state["values"]]  # without those unfrozen since
         self._restore_copy(self.items, state["values"])

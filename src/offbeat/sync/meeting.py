@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from offbeat.sync.agreement import Shares, agree, check_same_values
+from offbeat.sync.outer_options import check_same_numbers, digest_of
 from offbeat.wire.base import NotFinite
 from offbeat.wire.peers import Peers
 
@@ -47,9 +48,12 @@ def meet(one: Round, peers: Peers) -> Shares:
             rounds=one.rounds,
             finite=sound,
             unchecked=new,
+            options=digest_of(one.numbers),
             leave_out=level.nonfinite == "leave_out",
         )
         one.keys.check(found.state_keys, peers)
+        if not found.same_options:
+            one.numbers = check_same_numbers(one.numbers, peers, done=one.done, moved=one.moved)
     if not all(found.finite):
         _handle_not_finite(one, found, bad if one.weight else [], peers)
     if not sound and one.weight == 0.0:  # it counts for nothing, and nothing of it is to be kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from offbeat.optim.base import RuleOptimizer
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.level import Level
+from offbeat.sync.outer_options import Numbers, number_of, numbers_of
 
 __all__ = ["Outer"]
 
@@ -41,17 +43,33 @@ class Outer:
         self.optimizer: Optimizer | None = None
         self._names: list[list[str]] = []
         self._rates: dict[str, float] = {}
+        #: Names of anchors whose parameters are not averaged now, and may change.
+        self.away: set[str] = set()
         #: Names of anchors that ranks have not compared yet.
         self.unchecked: set[str] = set()
 
     @torch.no_grad()
     def follow(self, params: Mapping[str, Tensor]) -> None:
-        """Take the current values as anchors of parameters that have none yet."""
+        """Take the current values as anchors of parameters that have none yet, or have not been averaged meanwhile."""
+        for name in self.away.intersection(params):
+            self._take_again(name, params[name])
+        self.away = self.anchors.keys() - params.keys()
         if all(name in self.anchors for name in params):
             return
         new = {name: self._anchor(p) for name, p in params.items() if name not in self.anchors}
         groups = [[name for name in names if name in new] for names, _ in self._groups()]
         self._add([names for names in groups if names], new)
+
+    def _take_again(self, name: str, p: Tensor) -> None:
+        anchor = self.anchors[name].copy_(local_part(p))
+        self.unchecked.add(name)
+        if self.optimizer is not None and anchor in self.optimizer.state:
+            del self.optimizer.state[anchor]
+
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """The anchors of parameters that are averaged."""
+        return {name: a for name, a in self.anchors.items() if name not in self.away}
 
     @torch.no_grad()
     def mirror(self, other: Outer) -> None:
@@ -152,7 +170,6 @@ class Outer:
     @torch.no_grad()
     def move(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
         """One step of the outer optimizer with these pseudo-gradients, for the anchors of some parameters."""
-        self._set_inner_rates()
         self._step(names, gradients)
         self._end_step()
 
@@ -184,7 +201,6 @@ class Outer:
             limit: the most bytes of pseudo-gradients to have at once.
         """
         by_name = dict(zip(names, means, strict=True))
-        self._set_inner_rates()
         if self._takes_the_mean():
             for name, mean in by_name.items():  # exactly the mean: a - (a - mean) would be rounded
                 self.anchors[name].copy_(mean)
@@ -212,16 +228,52 @@ class Outer:
         if not any("inner_lr" in group for group in self.optimizer.param_groups):
             return
         self.note_rates()
+        present = {name for names, _ in self._groups() for name in names}
         for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            rates = [self._rates[name] for name in names if name in self._rates]
-            if rates:  # else all of them were frozen before the first step
-                group["inner_lr"] = rates[0]
+            noted = [name for name in names if name in self._rates]
+            # The rate of a frozen one is of the last step before that; it will do only if all are frozen.
+            chosen = next((name for name in noted if name in present), next(iter(noted), None))
+            if chosen is not None:  # else all of them were frozen before the first step
+                group["inner_lr"] = self._rates[chosen]
+
+    def numbers(self, names: Sequence[str]) -> Numbers:
+        """The numbers among the outer optimizer's options now, for the anchors of some parameters."""
+        assert self.optimizer is not None
+        self._set_inner_rates()
+        groups = self._group_of()
+        return numbers_of([groups.get(name, {}) for name in names])
+
+    @contextmanager
+    def using(self, names: Sequence[str], numbers: Numbers) -> Iterator[None]:
+        """Work with what :meth:`numbers` has returned for these parameters, then or on another rank."""
+        groups, changed = self._group_of(), []
+        by_name = zip(names, (one for number, one in numbers for _ in range(number)), strict=False)
+        pairs = {(id(groups[name]), id(one)): (groups[name], one) for name, one in by_name if name in groups}
+        for group, wanted in pairs.values():
+            for key in [key for key in wanted if key in group and number_of(group[key]) != wanted[key]]:
+                changed.append((group, key, group[key], wanted[key]))
+                group[key] = wanted[key]
+        try:
+            yield
+        finally:
+            for group, key, before, used in changed:
+                if group[key] is used:  # else a hook of the step has set it
+                    group[key] = before
+
+    def _group_of(self) -> dict[str, dict[str, Any]]:
+        assert self.optimizer is not None
+        pairs = zip(self._names, self.optimizer.param_groups, strict=True)
+        return {name: group for names, group in pairs for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Anchors and the state of the outer optimizer."""
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        anchors = {name: a.clone() for name, a in self.anchors.items()}
-        return {"anchors": anchors, "groups": [list(names) for names in self._names], "optimizer": optimizer}
+        """Anchors, the state of the outer optimizer, and the inner learning rates that it may ask for."""
+        return {
+            "anchors": {name: a.clone() for name, a in self.anchors.items()},
+            "away": sorted(self.away),
+            "groups": [list(names) for names in self._names],
+            "optimizer": None if self.optimizer is None else self.optimizer.state_dict(),
+            "rates": dict(self._rates),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
@@ -236,7 +288,8 @@ class Outer:
             self._add(groups, {name: self._anchor(params[name]) for names in groups for name in names})
         for name, anchor in self.anchors.items():
             anchor.copy_(state["anchors"][name])
-        self.unchecked = set(self.anchors)
+        self.unchecked, self.away = set(self.anchors), set(state.get("away", [])) & self.anchors.keys()
+        self._rates = dict(state.get("rates", {}))
         assert self.optimizer is not None
         self.optimizer.state.clear()
         self.optimizer.load_state_dict(_without(state["optimizer"], state["groups"], set(params)))

@@ -218,7 +218,7 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
         state_dict = self._begin_load(state_dict)
         step = state_dict.pop("step", None)
         tracks = (state_dict.pop("replica", None) or {}).get("tracks") or []
-        if any(track["flight"] is not None for level in tracks for track in level):
+        if any("values" in (track["flight"] or {}) for level in tracks for track in level):
             warnings.warn(
                 "the checkpoint has an average in flight, which PostLocalSGDOptimizer cannot apply; it is dropped. "
                 "Load the checkpoint into LocalSGD to continue exactly",

@@ -314,7 +314,7 @@ class Replica(OptimizerWrapper, Joinable):
     def anchors(self, level: int = -1) -> dict[str, Tensor]:
         """The anchors of a level by parameter name: where the outer optimizer is, the same on every rank."""
         outer = self._anchors.outers[level]
-        return {} if outer is None else dict(outer.anchors)
+        return {} if outer is None else outer.present
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -450,9 +450,14 @@ class Replica(OptimizerWrapper, Joinable):
         """
         state_dict = self._begin_load(state_dict)
         step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
-        self._contents.load_averaged(mine.get("averaged", []))  # also what has been frozen since
-        self._tracks.check_state_dict(mine)
-        self.optim.load_state_dict(state_dict)
+        averaged = self._contents.averaged()
+        self._contents.load_averaged(mine.get("averaged", averaged))  # also what has been frozen since
+        try:
+            self._tracks.check_state_dict(mine)
+            self.optim.load_state_dict(state_dict)
+        except BaseException:
+            self._contents.load_averaged(averaged)
+            raise
         if step is None:
             warnings.warn(
                 "Loaded state dict does not contain a step counter for an averager. Setting step counter to 0.",
@@ -511,9 +516,10 @@ class Replica(OptimizerWrapper, Joinable):
 
     def _last_average(self) -> None:
         """Agree after the last step of all ranks."""
-        self._start.between_steps()
+        self._start.at_the_end()
         for part in self._tracks.parts(self._top):
             self._tracks.take_part(self._calendar.step, self._top, part, may_be_last=True)
+        self._made_equal = True
 
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int

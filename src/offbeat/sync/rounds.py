@@ -28,6 +28,7 @@ from offbeat.wire.base import NotFinite
 from offbeat.wire.peers import ExchangeError, Peers
 
 if TYPE_CHECKING:
+    from offbeat.sync.outer import Outer
     from offbeat.sync.track import Track
 
 __all__ = ["InPlace", "Round"]
@@ -52,6 +53,7 @@ class Round:
         restored: whether the result is from a checkpoint, and may be of more ranks than there are now.
         eager: whether this replica has taken its part of the outer step already.
         exchanged: whether there were others to exchange with.
+        numbers: the options with which the outer optimizer makes its step, the same on every rank.
         is_copied: whether the exchange works on a copy.
     """
 
@@ -73,6 +75,7 @@ class Round:
         self.meeting = track.next_meeting(step)
         self.weight = track.weight(done=done)
         self.moved, self.rounds, self.names = track.moved, track.rounds, track.names()
+        self.numbers = [] if track.outer is None else track.outer.numbers(self.names)
         self.on_board = track.seen
         self.forgotten: list[tuple[Track, float]] = []
 
@@ -135,17 +138,20 @@ class Round:
         self.track.eager.step(params, self.names)
         self.eager = True
 
-    def _move(self, params: dict[str, Tensor], names: list[str], move: Callable[[], None]) -> None:
+    def _move(self, params: dict[str, Tensor], names: list[str], move: Callable[[Outer], None]) -> None:
         """Let the outer optimizer move its anchors, and parameters follow."""
-        eager = self.track.eager if self.eager else None
+        outer, eager = self.track.outer, self.track.eager if self.eager else None
+        assert outer is not None
         if eager is None or self.final:
-            move()
+            with outer.using(self.names, self.numbers):
+                move(outer)
             self.track.set_params(params, names, kept=self._kept, kept_below=self._kept_below)
             if eager is not None:  # this replica was left out, and nothing of it is kept
                 eager.forget(names, momentum=True)
             return
         eager.before_landing(params, names)
-        move()
+        with outer.using(self.names, self.numbers):
+            move(outer)
         eager.land(params, names)
 
     def _apply_result(self, params: dict[str, Tensor]) -> bool:
@@ -184,9 +190,8 @@ class Round:
     def _land_alone(self, params: dict[str, Tensor]) -> None:
         """The mean over one rank is its own parameters."""
         parts = [local_part(params[name]) for name in self.names]
-        assert self.track.outer is not None
-        self.track.outer.move_to(self.names, parts, self.track.exchange.bucket_bytes)
-        self.track.set_params(params, self.names, kept=self._kept, kept_below=self._kept_below)
+        limit = self.track.exchange.bucket_bytes
+        self._move(params, self.names, lambda outer: outer.move_to(self.names, parts, limit))
 
     @property
     def all_done(self) -> bool:

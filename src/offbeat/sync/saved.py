@@ -24,7 +24,8 @@ def check_saved_tracks(state: dict[str, Any], here: Sequence[Sequence[Track]], c
     same = [len(tracks) for tracks in saved] == [len(tracks) for tracks in here]
     for i, tracks in enumerate(saved):
         for part, track in enumerate(tracks):
-            if track["flight"] is None:
+            flight = track["flight"]
+            if flight is None or (flight.get("failed") and not flight.get("eager")):  # which changes no parameters
                 continue
             if not same:
                 raise ValueError(
@@ -32,22 +33,37 @@ def check_saved_tracks(state: dict[str, Any], here: Sequence[Sequence[Track]], c
                     f"but there are {[len(one) for one in here]} here; nothing was changed. Load it with the levels it "
                     "was saved with, or save after finish()"
                 )
-            _check_flight(track["flight"], here[i][part], contents)
+            outers = state.get("outer") or []
+            _check_kind(flight, here[i][part], has_outer=i < len(outers) and outers[i] is not None)
+            _check_contents(flight, here[i][part], contents)
 
 
-def _check_flight(flight: dict[str, Any], track: Track, contents: Contents) -> None:
-    params = contents.params()
+def _check_kind(flight: dict[str, Any], track: Track, *, has_outer: bool) -> None:
     if flight.get("eager", False) != track.level.eager:
         raise ValueError(
             "the checkpoint has a round in flight whose eager step has been taken, and here it would not have been, or "
             "the other way round; nothing was changed. Load it with the eager= it was saved with, or save after "
             "finish()"
         )
+    if has_outer != (track.outer is not None):
+        raise ValueError(
+            "the checkpoint has a round in flight for an outer optimizer, and here its level has none, or the other "
+            "way round; nothing was changed. Load it with the outer optimizer it was saved with, or save after finish()"
+        )
     if not flight.get("failed") and ("flat" in flight) != (track.codec is not None):
         raise ValueError(
             "the checkpoint has a round in flight that was encoded, and here it would not be, or the other way round; "
             "nothing was changed. Load it with the codec it was saved with, or save after finish()"
         )
+    if not track.works_on_copy:
+        raise ValueError(
+            "the checkpoint has a round in flight, and here rounds of its level are not late, so that none could land; "
+            "nothing was changed. Load it with a delay, or save after finish()"
+        )
+
+
+def _check_contents(flight: dict[str, Any], track: Track, contents: Contents) -> None:
+    params = contents.params()
     if "flat" in flight:
         here = sizes_of([Item(name, params[name]) for name in track.names()])
         saved = [(str(name), int(size)) for name, size in flight["lost_of"]]
@@ -60,10 +76,16 @@ def _check_flight(flight: dict[str, Any], track: Track, contents: Contents) -> N
                 )
     shapes = {item.name: local_part(item.tensor).shape for item in contents.buffers()}
     shapes |= {name: local_part(p).shape for name, p in params.items()}
+    here_too = {item.name for item in track.items()}
     for name, value in flight.get("values", {}).items():
         if shapes.get(name) != value.shape:
             found_shape = tuple(shapes[name]) if name in shapes else "no such tensor"
             raise ValueError(
                 f"the checkpoint has an average in flight for {name!r} of shape {tuple(value.shape)}, but this model "
                 f"has {found_shape}; nothing was changed. Load the checkpoint into the model it was saved from"
+            )
+        if name not in here_too:
+            raise ValueError(
+                f"the checkpoint has an average in flight for {name!r}, which is in another fragment here; nothing was "
+                "changed. Load it with the fragments it was saved with, or save after finish()"
             )

@@ -30,7 +30,7 @@ class SlowMo(Replica):
     r"""Averages replicas every few steps and moves them on with a slow momentum.
 
     With :math:`a` the parameters after the last round, :math:`\bar x` the mean of the replicas' parameters and
-    :math:`\gamma` the inner optimizer's present learning rate,
+    :math:`\gamma` the inner optimizer's present learning rate (on every rank that of the first one that has data),
 
     .. math:: u \leftarrow \beta u + \frac{a - \bar x}{\gamma}, \qquad a \leftarrow a - \alpha \gamma u, \qquad
        x_i \leftarrow a .

@@ -123,14 +123,19 @@ class Start:
 
     def between_steps(self) -> None:
         """Before a round that no local step has led to: the parameters are where everybody starts from."""
-        if self._anchors and not self.is_anchored:
+        if self.is_anchored:
+            self._anchors.follow()
+        elif self._anchors:
             self._anchors.refresh()
 
     def at_the_end(self) -> None:
-        """On a rank that has no data left, and may never have had any: others compare their anchors with it."""
+        """On a rank that has no data left: others that make their first local step compare their anchors with it.
+
+        It may never have had any data, or all ranks may be at the end, perhaps of warm-up.
+        """
+        self.between_steps()
         if not self._anchors or self.is_anchored:
             return
-        self._anchors.refresh()
         if self._everyone.size > 1:
             self.is_anchored = self._compare_anchors(is_stepping=False)
 
@@ -151,5 +156,6 @@ class Start:
                     item.tensor.copy_(value)
             if self.missed_warmup:
                 self._anchors.set_params()
+                self.missed_warmup = False
         check_same_values(self._anchors.items() + self._contents.frozen_items(), self._everyone)
         return any(stepping for _, stepping in found)

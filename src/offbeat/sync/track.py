@@ -111,6 +111,12 @@ class Track:
         self._meetings += 1
         return f"{self.place}-{self.part}-{step}-{self._meetings}"
 
+    @property
+    def works_on_copy(self) -> bool:
+        """Whether rounds work on a copy, and may land later."""
+        # In place the local parameters are gone, and nothing of them could be kept.
+        return self.codec is not None or self.level.delay > 0 or self.level.kept > 0
+
     def make_round(self, step: int, *, done: bool = False, now: bool = False) -> Round:
         """The next round.
 
@@ -120,8 +126,7 @@ class Track:
         """
         if self.codec is not None:
             return Coded(self, step, done=done, now=now)
-        # In place the local parameters are gone, and nothing of them could be kept.
-        in_place = now or not (self.level.delay or self.level.kept)
+        in_place = now or not self.works_on_copy
         return (InPlace if in_place else OnCopy)(self, step, done=done, now=now)
 
     @torch.no_grad()
@@ -160,23 +165,21 @@ class Track:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the residual, and the result of a round that has not been applied yet."""
-        flight, again, moved, skipped = None, 0.0, self.moved, self.skipped
+        flight: dict[str, Any] | None = None
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
-            flight["exchanged"] = one.exchanged
+            flight.update(exchanged=one.exchanged, numbers=one.numbers)
+            flight["forgotten"] = [(track.place, track.part, amount) for track, amount in one.forgotten]
             if one.error is None and one.shares is not None and not one.skipped:
                 flight.update(one.values())
-            elif one.eager:
-                flight["failed"] = True  # its eager step is taken back when it would have landed
             else:
-                flight, again = None, one.on_board  # its amounts go to the next one, as where it lands
-                moved, skipped = True, one.skipped
+                flight["failed"] = True  # what it had taken is given back when it would have landed
         residual = None if self.residual is None else self.residual.clone()
         return {
-            "seen": self.seen + again,
-            "moved": moved,
-            "skipped": skipped,
+            "seen": self.seen,
+            "moved": self.moved,
+            "skipped": self.skipped,
             "rounds": self.rounds,
             "residual": residual,
             "residual_of": list(self.residual_of),
@@ -194,6 +197,7 @@ class Track:
             self.flight = self.make_round(state["flight"]["step"])
             self.flight.on_board, self.flight.final = state["flight"]["on_board"], state["flight"]["final"]
             self.flight.eager = bool(state["flight"].get("eager", False))
+            self.flight.numbers = state["flight"].get("numbers", self.flight.numbers)
             if state["flight"].get("failed"):
                 self.flight.shares, self.flight.skipped = Shares(1.0, None), True
             else:

@@ -368,6 +368,9 @@ class Tracks:
         for tracks, some in zip(self._tracks, saved, strict=True):
             for track, values in zip(tracks, some, strict=True):
                 track.load_state_dict(values)
+                for place, other, amount in (values["flight"] or {}).get("forgotten", []):
+                    assert track.flight is not None
+                    track.flight.forgotten.append((self._tracks[place][other], float(amount)))
         return complete
 
     def close(self) -> None:
