@@ -70,6 +70,13 @@ def test_options_of_diloco_that_make_no_sense(alone, options, error, words):
         offbeat.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, **options)
 
 
+@pytest.mark.parametrize("name", ["LocalSGD", "SlowMo", "DiLoCo"])
+def test_classes_that_have_levels_of_their_own_take_no_others(name):
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'levels'"):
+        getattr(offbeat, name)(offbeat.SGD(model.parameters()), model, levels=[offbeat.Level()])
+
+
 def test_levels_that_are_none(alone):
     model = nn.Linear(3, 2)
     with pytest.raises(TypeError, match=r"levels must be an offbeat.Level or a list of them, but got 3"):

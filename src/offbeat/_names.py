@@ -66,7 +66,9 @@ def _keywords(cls: type) -> tuple[str, ...]:
     for base in cls.__mro__:
         if "__init__" in vars(base):
             _, *parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
-            found |= {one.name: None for one in parameters if one.kind is not one.VAR_KEYWORD}
+            named = [one for one in parameters if one.kind is not one.VAR_KEYWORD]
+            # What a base cannot do without, a class passes on by itself.
+            found |= {one.name: None for one in named if base is cls or one.default is not one.empty}
             if all(one.kind is not one.VAR_KEYWORD for one in parameters):
                 break
     return tuple(found)
