@@ -82,7 +82,7 @@ def measure(rule: str, size: tuple[int, int, torch.dtype], repeat: int, *, kerne
 def accuracy(rule: str, dtype: torch.dtype, steps: int = 50) -> dict[str, Any]:
     """How far half precision ends from torch.optim in float64, as a share of the way, and what is not finite.
 
-    A matrix of 128 x 128, at first of 0.02 on average, with gradients of 1e-3 on average, and of zero in one of 16 rows,
+    A matrix of 128 x 128, at first of 0.02 on average, with gradients of 1e-3 on average, and of 0 in one of 16 rows,
     as of units that are dead.
     """
     generator = torch.Generator().manual_seed(0)
