@@ -316,3 +316,30 @@ def test_coefficients_that_are_the_same_at_every_step_are_computed_once():
     assert p.tolist() == [-2.25] * 2
     assert q.tolist() == [-0.75] * 3
     assert (optimizer.state[p]["step"], optimizer.state[q]["step"]) == (6, 3)
+
+
+@pytest.mark.parametrize("tier", [{"foreach": False}, {"foreach": True}, {}], ids=str)
+def test_coefficients_that_cannot_be_computed_change_nothing_and_keep_no_gradient_alive(tier):
+    rule = offbeat.Rule(
+        name="Divided", hyper=(learning_rate(1.0), weight_decay(1.0)), slots=lambda h: (), structure=lambda h: {},
+        coefficients=lambda h, s: {"lr": h.lr / h.weight_decay}, update=lambda p, g, c: (p - c.lr * g,),
+    )  # fmt: skip
+
+    class Divided(offbeat.RuleOptimizer, rule=rule): ...
+
+    p, q = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    optimizer = Divided([{"params": [p]}, {"params": [q]}], lr=0.5, **tier)
+    for _ in range(3):
+        p.grad, q.grad = ones(3), ones(3)
+        optimizer.step()
+    gradient = weakref.ref(p.grad)
+    optimizer.param_groups[1]["weight_decay"] = 0.0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    p.grad = None
+    gc.collect()
+    assert gradient() is None
+    assert p.tolist() == q.tolist() == [-1.5] * 3
+    p.grad, optimizer.param_groups[1]["weight_decay"] = ones(3), 0.5
+    optimizer.step()
+    assert (p.tolist(), q.tolist()) == ([-2.0] * 3, [-2.5] * 3)

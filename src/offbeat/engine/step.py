@@ -54,9 +54,15 @@ class Engine:
         """
         self._groups = groups
         if extras is NOTHING and not is_traced():
-            jobs = []
+            jobs: list[tuple[Part, Options]] = []
             for item in work:
-                if (job := self._find(item, state)) is None:
+                try:
+                    job = self._find(item, state)
+                except BaseException:  # its coefficients cannot be computed
+                    for part, _ in jobs:
+                        part.release()
+                    raise
+                if job is None:
                     break
                 jobs.append(job)
             else:
