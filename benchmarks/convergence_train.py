@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
 from benchmarks.convergence_data import Samples, batches
+from benchmarks.convergence_graph import gradients_of
 
 __all__ = ["Arm", "Task", "judge", "loss_of", "train", "training_loss"]
 
@@ -160,25 +161,27 @@ def train(
     timed = device.type == "cpu" if timed is None else timed
     turn = turns(device)
     simulation, jury = offbeat.Simulation(replicas, timeout=300), Jury(replicas, samples)
+    all_ready = threading.Barrier(replicas, timeout=300)
     warmup = min(task.synchronised, steps // 2)
 
     def replica(rank: int, peers: Any) -> dict[str, Any]:
+        source = batches(samples, rank, task.replicas, task.batch, seed)
         with SEEDING:
             torch.manual_seed(seed)
             model = task.model().to(device)
+            gradients = gradients_of(model, training_loss, samples.x[: task.batch], samples.y[: task.batch])
+        all_ready.wait()  # nothing else is launched while a graph is recorded
         inner = task.optimizer(model.parameters())
         optimizer = inner
         if not arm.alone:
             wrap = arm.wrap or offbeat.LocalSGD
             optimizer = wrap(inner, model, warmup=warmup if arm.wrap else steps, group=peers, subgroup=None)
         schedule = LambdaLR(optimizer, rate_at(task, arm, steps))
-        source = batches(samples, rank, task.replicas, task.batch, seed)
         curve, losses, seconds, sent = [], [], [], {0: 0}
         for step in range(1, steps + 1):
             start = now(device) if timed else 0.0
             with turn:
-                loss = training_loss(model, *next(source))
-                loss.backward()
+                loss = gradients(*next(source))
             if not arm.alone:
                 optimizer.average_gradients()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -188,7 +191,7 @@ def train(
             if timed:
                 seconds.append(now(device) - start)
             if step <= warmup:
-                losses.append(loss.detach())  # a number only at the end: that waits for the device
+                losses.append(loss)  # a number only at the end: that waits for the device
             if step == warmup:
                 sent[step] = simulation.bytes_sent[rank]
             if step % task.evaluate == 0 or step == steps:
