@@ -2,20 +2,21 @@
 
     python -m benchmarks.convergence [--save]
     python -m benchmarks.convergence --tasks gpt-long [--save]   # eight times as long
+    python -m benchmarks.convergence --tasks gpt-codecs gpt-codecs-long [--save]   # codecs, and as long
     python -m benchmarks.convergence --device cuda [--save]   # a GPT of 10 M parameters, and four times as long
     python -m benchmarks.convergence --quick   # a few steps, one seed: does it run?
 
 Replicas are threads of one process with the production code, over `offbeat.Simulation`. ``--save`` writes
-convergence.md, .json and .png to benchmarks/results (convergence-long.md for the long runs, convergence-cuda.md for a
-GPU), and again after every seed; the .json after every arm. Seeds can run in processes of their own, with ``--seeds``
-and ``--out``, and be put together with ``--merge``.
+convergence.md, .json and .png to benchmarks/results (convergence-long.md for the long runs, convergence-codecs.md for
+codecs, convergence-cuda.md for a GPU), and again after every seed; the .json after every arm. Seeds can run in
+processes of their own, with ``--seeds`` and ``--out``, and be put together with ``--merge``.
 
 On a GPU arms and seeds are divided among 6 processes, those that say most first; ``--jobs N`` sets their number, there
 or on the CPU. Together they keep an H200 busy if they share it through CUDA's MPS (``nvidia-cuda-mps-control -d``
 before, and ``CUDA_MPS_PIPE_DIRECTORY`` set): 63 runs took 18 minutes, about 350 steps of a replica a second. Forward
 and backward are in bfloat16 there. ``--seconds S`` ends after S seconds: nothing starts that is unlikely to end in
 time, and what is not over is given up. The same command with ``--resume`` does the rest, after reading what there is
-in the .json, so that a machine can be lent for ten minutes at a time:
+in the .json, for machines that are there for a limited time:
 
     python -m benchmarks.convergence --device cuda --seconds 540 --out DIR
     python -m benchmarks.convergence --device cuda --seconds 540 --out DIR --resume
@@ -90,6 +91,23 @@ ARMS = {
     "DiLoCo(32), bf16": Arm(diloco(every=32, codec="bf16"), like="DiLoCo(32)"),
     "DiLoCo(32), int8": Arm(diloco(every=32, codec="int8"), like="DiLoCo(32)"),
     "DiLoCo(32), int4": Arm(diloco(every=32, codec="int4"), like="DiLoCo(32)"),
+    "DiLoCo(32), int4, error feedback": Arm(
+        diloco(every=32, codec="int4", error_feedback=1.0), like="DiLoCo(32)"
+    ),
+    "DiLoCo(32), outer lr 0.8, momentum 0.6, int8": Arm(
+        diloco(every=32, outer_lr=0.8, outer_momentum=0.6, codec="int8"), like="DiLoCo(32), outer lr 0.8, momentum 0.6"
+    ),
+    "DiLoCo(32), outer lr 0.8, momentum 0.6, int4": Arm(
+        diloco(every=32, outer_lr=0.8, outer_momentum=0.6, codec="int4"), like="DiLoCo(32), outer lr 0.8, momentum 0.6"
+    ),
+    "streaming DiLoCo(32), 4 fragments, delay 4, int8": Arm(
+        diloco(every=32, fragments=4, delay=4, codec="int8"), delay=4,
+        like="streaming DiLoCo(32), 4 fragments, delay 4",
+    ),
+    "streaming DiLoCo(32), 4 fragments, delay 4, int4, error feedback": Arm(
+        diloco(every=32, fragments=4, delay=4, codec="int4", error_feedback=1.0), delay=4,
+        like="streaming DiLoCo(32), 4 fragments, delay 4",
+    ),
     "DiLoCo(32), int2, error feedback": Arm(
         diloco(every=32, codec="int2", error_feedback=1.0), like="DiLoCo(32)"
     ),
@@ -100,6 +118,14 @@ ARMS = {
     ),
 }  # fmt: skip
 
+#: Codecs with the settings to start from, beside the same without a codec.
+CODED = [
+    "DiLoCo(32), int4, error feedback",
+    "DiLoCo(32), outer lr 0.8, momentum 0.6, int8",
+    "DiLoCo(32), outer lr 0.8, momentum 0.6, int4",
+    "streaming DiLoCo(32), 4 fragments, delay 4, int8",
+    "streaming DiLoCo(32), 4 fragments, delay 4, int4, error feedback",
+]
 #: With another seed (100) DDP's held-out loss was 1.998 at a learning rate of 4e-3, 1.905 at 8e-3 and 1.879 at 1.6e-2.
 #: The outer settings 0.8 and 0.6 are the best of six for DiLoCo(32) with that seed, at 8e-3.
 GPT = Task(
@@ -108,7 +134,7 @@ GPT = Task(
     functools.partial(ByteGPT, layers=2, width=32, heads=2, length=64),
     lambda params: offbeat.AdamW(params, lr=1.2e-2, betas=(0.9, 0.95), weight_decay=0.1),
     "AdamW, lr 1.2e-2, betas 0.9 and 0.95, weight decay 0.1",
-    arms=[name for name in ARMS if "a quarter" not in name],
+    arms=[name for name in ARMS if "a quarter" not in name and name not in CODED],
     replicas=2,
     batch=16,
     tokens=64,
@@ -208,9 +234,15 @@ TASKS["gpt10m-long"] = dataclasses.replace(
     synchronised=4 * 64,
     evaluate=4 * 32,
 )
+BESIDE = ["DDP", "DiLoCo(32)", "DiLoCo(32), outer lr 0.8, momentum 0.6", "streaming DiLoCo(32), 4 fragments, delay 4"]
+for name, like in {"gpt-codecs": "gpt", "gpt-codecs-long": "gpt-long"}.items():
+    TASKS[name] = dataclasses.replace(
+        TASKS[like], title=f"{TASKS[like].title}: codecs", arms=[*BESIDE, "DiLoCo(32), int4", *CODED]
+    )
 ON_GPU = ["gpt10m", "gpt10m-long"]
-#: The longest takes an hour and a half.
-ON_CPU = [name for name in TASKS if name not in (*ON_GPU, "gpt-long")]
+#: Tasks that have a file of their own, by its ending. The long ones take an hour.
+OWN_FILES = {"-long": ["gpt-long"], "-codecs": ["gpt-codecs", "gpt-codecs-long"]}
+ON_CPU = ["gpt", "digits", "gpt4"]
 
 
 #: Processes on a GPU. One fills a fraction of a large one; an H200 was as busy with 6 as with 12.
@@ -270,6 +302,8 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.tasks:
         options.tasks = ON_GPU if options.device == "cuda" else ["gpt"] if options.add else ON_CPU
+    if options.device == "cpu" and ending(options.tasks) is None:
+        parser.error(f"{', '.join(options.tasks)} do not go into one file; run them one after the other")
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     options.jobs = options.jobs or (1 if options.device == "cpu" else JOBS_ON_GPU)
     options.save = options.save or options.resume or options.seconds is not None
@@ -278,11 +312,16 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def ending(tasks: Sequence[str]) -> str | None:
+    """Of the name of the file that these tasks go into; None if they do not go into one."""
+    found = {next((end for end, names in OWN_FILES.items() if task in names), "") for task in tasks}
+    return found.pop() if len(found) == 1 else None
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     options = options_from(arguments)
     torch.set_num_threads(1)
-    kind = "-cuda" if options.device == "cuda" else "-long" if options.tasks == ["gpt-long"] else ""
-    path = options.out / f"convergence{kind}"
+    path = options.out / f"convergence{'-cuda' if options.device == 'cuda' else ending(options.tasks)}"
     if options.again:
         write(json.loads(path.with_suffix(".json").read_text()), path)
     elif options.merge:
@@ -443,7 +482,8 @@ def add(arms: list[str], tasks: list[str], path: Path) -> None:
                 runs.setdefault(arm, found)
                 print(f"{name}, seed {seed}, {arm}: {found['curve'][-1]['loss']:.4f}", flush=True)
         one["arms"] |= {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in arms}
-    result["machine"]["added"] = f"{', '.join(arms)} (--add), {time.strftime('%Y-%m-%d')}"
+    before = [result["machine"]["added"]] if "added" in result["machine"] else []
+    result["machine"]["added"] = "; ".join([*before, f"{', '.join(arms)} (--add), {time.strftime('%Y-%m-%d')}"])
     write(result, path)
 
 
@@ -493,7 +533,7 @@ def write(result: dict[str, Any], path: Path) -> None:
     path.with_suffix(".md").write_text(pages(shown, path.with_suffix(".png").name).rstrip() + "\n")
     try:
         plot(shown, path.with_suffix(".png"))
-    except ModuleNotFoundError as error:  # a lent machine may not have it
+    except ModuleNotFoundError as error:  # not every machine with a GPU has matplotlib
         print(f"no plot: {error}; --again makes it, on a machine that has matplotlib", flush=True)
 
 
