@@ -912,7 +912,7 @@ def test_slow_momentum_needs_a_learning_rate():
 
 
 def test_an_encoded_round_in_flight_is_for_the_same_parameters():
-    """Its numbers lie one after the other, and would go to the wrong parameters."""
+    """Its numbers lie one after the other, and go to parameters by their names."""
 
     def run(rank, peers):
         def make_replica(model, params):
@@ -923,12 +923,21 @@ def test_an_encoded_round_in_flight_is_for_the_same_parameters():
         replica = make_replica(model, model.parameters())
         train(model, replica, range(4), rank)
         saved = replica.state_dict()
-        other = make_replica(model, reversed(list(model.parameters())))
-        before = flat(model)
-        with pytest.raises(ValueError, match=r"elements of '0\.weight', where this model has 3 of '4\.bias'"):
-            other.load_state_dict(saved)
-        assert other.steps == 0
-        assert torch.equal(flat(model), before)
+        turned = build()
+        turned.load_state_dict(model.state_dict())
+        other = make_replica(turned, reversed(list(turned.parameters())))
+        other.load_state_dict(saved)
+        wider = build()
+        wider[0] = nn.Linear(wider[0].in_features + 1, wider[0].out_features)
+        third = make_replica(wider, wider.parameters())
+        before = flat(wider)
+        with pytest.raises(ValueError, match=r"elements of '0\.weight', where this model has \d+ in the same fragment"):
+            third.load_state_dict(saved)
+        assert third.steps == 0
+        assert torch.equal(flat(wider), before)
+        train(model, replica, range(4, 5), rank)  # the round lands
+        train(turned, other, range(4, 5), rank)
+        assert torch.equal(flat(turned), flat(model))
         replica.finish()
 
     replicas(2, run)

@@ -122,6 +122,9 @@ class Coded(CopyRound):
         self._flat = state["flat"].clone()
         self._lost = None if state["lost"] is None else state["lost"].clone()
         self._lost_of = [(str(name), int(size)) for name, size in state["lost_of"]]
+        self.names = [name for name, _ in self._lost_of]  # without those that were unfrozen or added since
+        params = {item.name: item for item in self._params}
+        self._params = [params[name] for name in self.names]
         self._restore_copy(self._buffers, state["values"])
 
 

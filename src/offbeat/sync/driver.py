@@ -56,9 +56,12 @@ class Driver:
             self._under_way.pop(id(one), None)
 
     def run(self, one: Round, **how: Any) -> None:
-        """Exchange a round now, after those in the background that use the same connection."""
+        """Exchange a round now, after those in the background that use the same connection.
+
+        The ranks of sharded replicas have one more connection, for all levels.
+        """
         for other, over in list(self._under_way.values()):
-            if other.track.peers is one.track.peers:
+            if other.track.peers is one.track.peers or one.track.shards is not None:
                 over.wait()
         one.exchange(**how)
 

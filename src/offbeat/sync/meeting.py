@@ -106,24 +106,22 @@ def _handle_not_finite(one: Round, found: Shares, bad: list[str], peers: Peers) 
 def _repair(one: Round, found: Shares, peers: Peers) -> None:
     """Some ranks have completed a round that others have not: all take over the anchors of those who have.
 
-    That can happen only if a connection breaks in the middle of a vote. No outer step is taken this time.
+    It was a round of this level, or one of a level above, which moves these anchors too. That can happen only if a
+    connection breaks in the middle of a vote. No outer step is taken this time.
     """
     outer, most = one.track.outer, max(found.rounds)
     assert outer is not None
     root = found.rounds.index(most)
     lists = peers.gather_objects([(name, tuple(t.shape)) for name, t in outer.tensors(one.names)])
-    if any(row != lists[root] for row in lists) and not hasattr(outer.optimizer, "init_state"):
-        raise RuntimeError(
-            f"the state of the outer optimizer ({type(outer.optimizer).__name__}) cannot be taken over from "
-            "another rank, which has completed one more round; use one of offbeat's optimizers as outer="
-        )
-    outer.make_state(one.names, lists[root])
+    if any(row != lists[root] for row in lists):  # some have no state yet, and it is not known how to make it
+        mine = outer.state_of(one.names) if peers.rank == root else None
+        outer.take_state(peers.gather_objects(mine)[root])
     for _, t in outer.tensors(one.names):
         moved = t.to(peers.device, copy=True).contiguous()
         peers.broadcast(moved, root).wait()
         t.copy_(moved)
     one.track.rounds = most
-    one.skipped = True
+    one.skipped = one.repaired = True
     behind = [rank for rank, count in zip(peers.ranks, found.rounds, strict=True) if count < most]
     one.notes.append(
         f"ranks {behind} had missed the end of a round, and have taken over the anchors of rank "

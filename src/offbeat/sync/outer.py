@@ -158,14 +158,28 @@ class Outer:
         if self.optimizer is not None:
             self.optimizer.state.clear()
 
-    @torch.no_grad()
-    def make_state(self, names: Sequence[str], wanted: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        """Make state tensors that this rank does not have yet, as another rank has them."""
+    def state_of(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """A copy of the state of the outer optimizer for these anchors."""
         assert self.optimizer is not None
-        there = {name for name, _ in self.tensors(names)}
-        if any(name not in there for name, _ in wanted):
-            begin: Any = self.optimizer.init_state  # type: ignore[attr-defined]
-            begin()
+        states = {name: self.optimizer.state.get(self.anchors[name]) or {} for name in names}
+        return {
+            name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+            for name, state in states.items()
+        }
+
+    def take_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over another rank's :meth:`state_of`."""
+        assert self.optimizer is not None
+        for name, values in state.items():
+            anchor = self.anchors[name]
+            self.optimizer.state.pop(anchor, None)
+            if values:  # tensors are on the device of the other rank's anchor
+                self.optimizer.state[anchor] = {
+                    key: value.to(anchor.device if value.dim() else value.device, copy=True)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in values.items()
+                }
 
     @torch.no_grad()
     def move(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:

@@ -39,7 +39,7 @@ from offbeat.sync.members import connect_all, connect_levels, peers_of
 from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup, check_bool, check_float_dtype
 from offbeat.sync.start import Start
 from offbeat.sync.state_policy import check_state
-from offbeat.sync.tracks import Tracks
+from offbeat.sync.tracks import Tracks, warn_of
 from offbeat.sync.words import block, bytes_in_words, level_in_words, number_of, ranks_in_words, warmup_in_words
 from offbeat.sync.wrapper import OptimizerWrapper
 from offbeat.wire.groups import replica_group
@@ -225,6 +225,7 @@ class Replica(OptimizerWrapper, Joinable):
         else:
             self._average_gradients_in_step(module, comm_hook, handle, bucket_bytes)
         self._is_stepping = False
+        self._steps_made: int | None = None  # when finish() was called first, if it has not returned since
         for hook in (
             called.register_forward_pre_hook(BeforeForward(self)),
             opt.register_step_pre_hook(Guard(self)),
@@ -332,7 +333,7 @@ class Replica(OptimizerWrapper, Joinable):
         with self._scaled_step():
             Join.notify_join_context(self)
             self._start.begin(type(self).__name__)
-            self._made_equal = False
+            self._made_equal, self._steps_made = False, None
             self._anchors.note_rates()
             self._is_stepping = True
             try:
@@ -383,22 +384,40 @@ class Replica(OptimizerWrapper, Joinable):
             self._tracks.land()
             return
         self._start.at_the_end()
-        made = self._calendar.step
+        if self._steps_made is None:
+            self._steps_made = self._calendar.step
         while True:
-            due = self._calendar.due()
-            self._tracks.land_due(self._calendar.step, due)
-            for level, part in due:
-                top = level == self._top
-                done = self._tracks.take_part(self._calendar.step, level, part, may_be_last=top)
-                if done and top:
+            over, problems = self._take_part(self._calendar.due())
+            if over:
+                break
+            self._calendar.advance_to_due(self._tracks.next_landing())  # even if a round failed: the others count on
+            if problems:
+                raise problems[0]
+        self._calendar.go_to(self._tracks.latest(self._steps_made))
+        self._steps_made, self._made_equal = None, True
+        warn_of(problems)
+
+    def _take_part(self, due: Sequence[tuple[int, int]], *, may_be_last: bool = True) -> tuple[bool, list[Exception]]:
+        """On a rank without data: do what is due after a step of the other ranks.
+
+        Returns:
+            Whether no rank has data left and all agree, and the errors of rounds that failed.
+        """
+        step = self._calendar.step
+        problems: list[Exception] = []
+        self._tracks.attempt(problems, self._tracks.land_due, step, due)
+        for level, part in due:
+            self._calendar.exchanged(level)
+            last = may_be_last and level == self._top
+            try:
+                if self._tracks.take_part(step, level, part, problems, may_be_last=last) and last:
                     for other in self._tracks.parts(level):
                         if other != part:
-                            self._tracks.take_part(self._calendar.step, level, other, may_be_last=True)
-                    self._calendar.go_to(self._tracks.latest(made))
-                    self._made_equal = True
-                    return
-                self._calendar.exchanged(level)
-            self._calendar.advance_to_due(self._tracks.next_landing())
+                            self._tracks.take_part(step, level, other, problems, may_be_last=True)
+                    return True, problems
+            except Exception as error:
+                problems.append(error)
+        return False, problems
 
     def average_gradients(self) -> None:
         """For modules without DDP: average gradients now, for example to clip them before ``step()``.
@@ -507,19 +526,19 @@ class Replica(OptimizerWrapper, Joinable):
         peers = self._gradient_peers()
         if self._gradient_mean is not None and peers is not None:
             self._gradient_mean.average(self._contents.params(), peers, absent=True)
-        due = self._calendar.due()
-        self._tracks.land_due(self._calendar.step, due)
-        for level, part in due:
-            self._calendar.exchanged(level)
-            self._tracks.take_part(self._calendar.step, level, part, may_be_last=False)
+        _, problems = self._take_part(self._calendar.due(), may_be_last=False)
         self._calendar.advance()
+        if problems:
+            raise problems[0]
 
     def _last_average(self) -> None:
         """Agree after the last step of all ranks."""
         self._start.at_the_end()
+        problems: list[Exception] = []
         for part in self._tracks.parts(self._top):
-            self._tracks.take_part(self._calendar.step, self._top, part, may_be_last=True)
+            self._tracks.take_part(self._calendar.step, self._top, part, problems, may_be_last=True)
         self._made_equal = True
+        warn_of(problems)
 
     def _average_gradients_in_step(
         self, module: torch.nn.Module, comm_hook: Any, handle: Any, bucket_bytes: int

@@ -48,6 +48,7 @@ class Round:
         final: whether this rank does not train until the round is over, so that the result replaces its parameters.
         error: why it failed, if it did.
         skipped: whether ranks agreed to change nothing.
+        repaired: whether some ranks took over the anchors of others, and nothing else was done.
         reported: whether somebody has asked for the result.
         idle: whether no rank has made a step since the last round: parameters go to the anchor, and that stays.
         restored: whether the result is from a checkpoint, and may be of more ranks than there are now.
@@ -67,12 +68,12 @@ class Round:
         self.error: BaseException | None = None
         self.skipped = False
         self.reported = False
-        self.restored = self.eager = self.exchanged = False
+        self.restored = self.eager = self.exchanged = self.repaired = False
         self.idle = self.left_out = False
         self.notes: list[str] = []
         self.digests = track.contents.digests(self.items, self.state)
         self.keys = track.contents.found_keys()
-        self.meeting = track.next_meeting(step)
+        self.meeting = track.next_meeting(step, now=now)
         self.weight = track.weight(done=done)
         self.moved, self.rounds, self.names = track.moved, track.rounds, track.names()
         self.numbers = [] if track.outer is None else track.outer.numbers(self.names)
@@ -215,6 +216,11 @@ class Round:
 
 class InPlace(Round):
     """A round that blocks and changes the parameters where they are, in bounded memory."""
+
+    def not_finite(self) -> list[str]:
+        """See :class:`Round`. Averaging would spread what is in optimizer state as well."""
+        state = [(item.name, local_part(item.tensor)) for item in self.state]
+        return [*super().not_finite(), *not_finite(state)]
 
     def _exchange(self, shares: Shares, peers: Peers) -> None:
         if not shares.same_state:

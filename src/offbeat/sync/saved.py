@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from offbeat.sync.coded import sizes_of
@@ -65,14 +64,15 @@ def _check_kind(flight: dict[str, Any], track: Track, *, has_outer: bool) -> Non
 def _check_contents(flight: dict[str, Any], track: Track, contents: Contents) -> None:
     params = contents.params()
     if "flat" in flight:
-        here = sizes_of([Item(name, params[name]) for name in track.names()])
-        saved = [(str(name), int(size)) for name, size in flight["lost_of"]]
-        for (name, size), (other, found) in zip_longest(saved, here, fillvalue=("nothing", 0)):
-            if (name, size) != (other, found):
+        # Parameters that were unfrozen or added since are not in it.
+        here = dict(sizes_of([Item(name, params[name]) for name in track.names()]))
+        for name, size in flight["lost_of"]:
+            if here.get(name) != size:
                 raise ValueError(
                     f"the checkpoint has a round in flight that was encoded with {size} elements of {name!r}, where "
-                    f"this model has {found} of {other!r}; nothing was changed. Load the checkpoint into the model it "
-                    "was saved from, with the same parameters frozen, or save after finish()"
+                    f"this model has {here.get(name, 'none')} in the same fragment; nothing was changed. Load the "
+                    "checkpoint into the model it was saved from, with the same parameters frozen, or save after "
+                    "finish()"
                 )
     shapes = {item.name: local_part(item.tensor).shape for item in contents.buffers()}
     shapes |= {name: local_part(p).shape for name, p in params.items()}

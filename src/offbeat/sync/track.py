@@ -77,6 +77,8 @@ class Track:
         self.flight: Round | None = None
         self.residual: Tensor | None = None
         self.residual_of: list[tuple[str, int]] = []
+        self.loads = 0
+        self._meeting: tuple[Any, ...] = ()
         self._meetings = 0
         self._cut: tuple[list[str], list[str]] = ([], [])
 
@@ -106,10 +108,15 @@ class Track:
             return 0.0
         return self.seen if self._weighted else 1.0
 
-    def next_meeting(self, step: int) -> str:
-        """A name for the next round, the same on every rank."""
-        self._meetings += 1
-        return f"{self.place}-{self.part}-{step}-{self._meetings}"
+    def next_meeting(self, step: int, *, now: bool) -> str:
+        """A name for the next round, the same on every rank, and never used before.
+
+        A rank whose round has failed may have made fewer at this step than others; at the next step names agree again.
+        """
+        meeting = (self.loads, step, now)  # after a checkpoint was loaded, steps come again
+        self._meetings = self._meetings + 1 if meeting == self._meeting else 1
+        self._meeting = meeting
+        return "-".join(str(int(part)) for part in (self.place, self.part, *meeting, self._meetings))
 
     @property
     def works_on_copy(self) -> bool:
@@ -169,12 +176,17 @@ class Track:
         one = self.flight
         if one is not None:
             flight = {"step": one.step, "on_board": one.on_board, "final": one.final, "eager": one.eager}
-            flight.update(exchanged=one.exchanged, numbers=one.numbers)
+            flight.update(exchanged=one.exchanged, numbers=one.numbers, left_out=one.left_out, notes=list(one.notes))
             flight["forgotten"] = [(track.place, track.part, amount) for track, amount in one.forgotten]
             if one.error is None and one.shares is not None and not one.skipped:
                 flight.update(one.values())
             else:
                 flight["failed"] = True  # what it had taken is given back when it would have landed
+                if one.error is not None:
+                    flight["notes"].append(
+                        f"a round that was begun after step {one.step} had failed when this checkpoint was saved: "
+                        f"{one.error}"
+                    )
         residual = None if self.residual is None else self.residual.clone()
         return {
             "seen": self.seen,
@@ -197,6 +209,8 @@ class Track:
             self.flight = self.make_round(state["flight"]["step"])
             self.flight.on_board, self.flight.final = state["flight"]["on_board"], state["flight"]["final"]
             self.flight.eager = bool(state["flight"].get("eager", False))
+            self.flight.left_out = bool(state["flight"].get("left_out", False))
+            self.flight.notes = list(state["flight"].get("notes", []))
             self.flight.numbers = state["flight"].get("numbers", self.flight.numbers)
             if state["flight"].get("failed"):
                 self.flight.shares, self.flight.skipped = Shares(1.0, None), True

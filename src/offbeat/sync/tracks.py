@@ -23,7 +23,13 @@ from offbeat.sync.track import Track
 from offbeat.wire.base import NotFinite
 from offbeat.wire.peers import Peers
 
-__all__ = ["Tracks"]
+__all__ = ["Tracks", "warn_of"]
+
+
+def warn_of(problems: Iterable[Exception]) -> None:
+    """Tell of rounds that failed before one that has made all replicas equal: there is nothing to be done again."""
+    for error in problems:
+        warnings.warn(f"a round failed before the last one, after which replicas agree: {error}", stacklevel=3)
 
 
 class Tracks:
@@ -74,7 +80,7 @@ class Tracks:
                     for part in range(level.parts)
                 ]
             )  # fmt: skip
-        self.count = 0
+        self.count = self._loads = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -120,13 +126,13 @@ class Tracks:
             due: levels and fragments, as the calendar has them.
         """
         problems: list[Exception] = []
-        self._try(problems, self.land_due, step, due)
+        self.attempt(problems, self.land_due, step, due)
         for level, part in due:
             track = self._tracks[level][part]
             if track.level.delay:
-                self._launch(track, step)
+                self.attempt(problems, self._launch, track, step)
             else:
-                self._try(problems, self._run, track, track.make_round(step))
+                self.attempt(problems, self._run, track, track.make_round(step))
         if problems:
             raise problems[0]
 
@@ -136,11 +142,12 @@ class Tracks:
         for track in list(self._every()):
             flight = track.flight
             if flight is not None and (step - flight.step >= track.level.delay or self._is_in_the_way(track, due)):
-                self._try(problems, self._land, track)
+                self.attempt(problems, self._land, track)
         if problems:
             raise problems[0]
 
-    def _try(self, problems: list[Exception], do: Callable[..., Any], *args: Any) -> None:
+    def attempt(self, problems: list[Exception], do: Callable[..., Any], *args: Any) -> None:
+        """Call a function, and add its error to the problems."""
         try:
             do(*args)
         except Exception as error:  # other ranks may not see it, and go on to the next round
@@ -177,10 +184,13 @@ class Tracks:
 
     def _run(self, track: Track, one: Round, adjust: Callable[[Shares], Shares] = lambda shares: shares) -> None:
         """Exchange and land a round now."""
-        self._land_below(track)
+        problems: list[Exception] = []
+        self._land_below(track, problems)
         one.take()
         self._driver.run(one, adjust=adjust)
-        self._land_now(track, one)
+        self.attempt(problems, self._land_now, track, one)
+        if problems:
+            raise problems[0]
 
     def _land_now(self, track: Track, one: Round) -> None:
         changed = one.land(self._contents.params())
@@ -190,19 +200,31 @@ class Tracks:
             self._completed(one)
             self._forget(one)
 
-    def _land_below(self, track: Track) -> None:
-        """Land what is in flight at this track, and at lower levels for the same parameters."""
+    def _land_below(self, track: Track, problems: list[Exception]) -> None:
+        """Land what is in flight at this track, and at lower levels for the same parameters.
+
+        Errors are added to ``problems``: other ranks may not see them, and go on to this track's round.
+        """
         for other in self._up_to(track):
             if other.flight is not None and (other is track or self._overlap(other, track)):
-                self._land(other)
+                self.attempt(problems, self._land, other)
 
     def _land(self, track: Track) -> None:
-        """Wait for the round in flight and apply it; raises if it failed."""
-        one = track.flight
-        assert one is not None
+        """Wait for the round in flight, after those at lower levels for the same parameters, and apply it.
+
+        Raises if one of them failed; the others have landed all the same.
+        """
+        problems: list[Exception] = []
         for other in self._up_to(track):
             if other.place < track.place and other.flight is not None and self._overlap(other, track):
-                self._land(other)
+                self.attempt(problems, self._land, other)
+        self.attempt(problems, self._land_alone, track)
+        if problems:
+            raise problems[0]
+
+    def _land_alone(self, track: Track) -> None:
+        one = track.flight
+        assert one is not None
         self._driver.wait(one)
         track.flight = None
         try:
@@ -217,7 +239,10 @@ class Tracks:
             self._remember_again(one)
 
     def _completed(self, one: Round) -> None:
-        one.track.rounds += 1
+        # It has moved the anchors of lower levels too. If it did on some ranks only, the next round there finds that.
+        for track in self._up_to(one.track):
+            if track is one.track or (track.outer is not None and self._overlap(track, one.track)):
+                track.rounds += 1
         if one.left_out:
             self._contents.mend_state()
         self._contents.reset_state()
@@ -227,7 +252,7 @@ class Tracks:
         problems: list[Exception] = []
         for track in self._every():
             if track.flight is not None:
-                self._try(problems, self._land, track)
+                self.attempt(problems, self._land, track)
         if problems:
             raise problems[0]
 
@@ -242,36 +267,51 @@ class Tracks:
 
     def now(self, step: int) -> None:
         """Exchange everything at the top level now."""
-        self.land()
+        late: list[Exception] = []
+        problems: list[Exception] = []
+        self.attempt(late, self.land)
         for track in self._tracks[-1]:
-            self._run(track, track.make_round(step, now=True), functools.partial(self._shares, track))
+            self.attempt(problems, self._run_now, track, step)
+        if problems:
+            raise problems[0]
+        warn_of(late)
 
-    def take_part(self, step: int, level: int, part: int, *, may_be_last: bool) -> bool:
+    def _run_now(self, track: Track, step: int) -> None:
+        one = track.make_round(step, now=True)
+        adjust = functools.partial(self._shares, track)
+        self._run(track, one, adjust)
+        if one.repaired:  # and nothing else; the next one is as if nothing had happened
+            self._run(track, track.make_round(step, now=True), adjust)
+
+    def take_part(self, step: int, level: int, part: int, problems: list[Exception], *, may_be_last: bool) -> bool:
         """Take part in a round of the other ranks, on a rank that has no data left.
 
         Args:
+            problems: errors of rounds that had to land before are added to this list.
             may_be_last: whether this is the last round if no rank has data left.
 
         Returns:
             Whether no rank of the level has data left.
         """
         track = self._tracks[level][part]
-        self._land_below(track)
-        one = track.make_round(step, done=True)
+        self._land_below(track, problems)
 
         def adjust(shares: Shares) -> Shares:
             return self._shares(track, shares) if shares.all_done and may_be_last else shares
 
-        one.take()
-        self._driver.run(one, adjust=adjust)
-        if track.level.delay and one.error is None and not one.skipped and not one.all_done:
-            # The others land it later, and change anchors of lower levels before and after that.
-            track.flight = one
-            self.count += 1
-            self._forget(one)
-        else:
-            self._land_now(track, one)
-        return one.all_done
+        while True:
+            one = track.make_round(step, done=True)
+            one.take()
+            self._driver.run(one, adjust=adjust)
+            if track.level.delay and one.error is None and not one.skipped and not one.all_done:
+                # The others land it later, and change anchors of lower levels before and after that.
+                track.flight = one
+                self.count += 1
+                self._forget(one)
+            else:
+                self._land_now(track, one)
+            if not (one.repaired and one.all_done and may_be_last):
+                return one.all_done
 
     def next_landing(self) -> int | None:
         """The first step after which a round in flight lands."""
@@ -350,11 +390,13 @@ class Tracks:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue from :meth:`state_dict`. Returns whether anchors were loaded, if there are any."""
         self.abandon()
+        self._loads += 1
         self.count = int(state.get("syncs", 0))
         saved = state.get("tracks") or []
         for track in self._every():
             track.seen, track.moved, track.skipped, track.rounds = 0.0, True, False, 0
             track.residual, track.residual_of = None, []
+            track.loads = self._loads
         complete = self.anchors.load_state_dict(state)
         if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
             if saved:

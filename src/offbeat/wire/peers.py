@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import time
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined]
 
 from offbeat import _torch
+from offbeat.wire.limit import ExchangeError, within
 from offbeat.wire.quiet import quiet_new_threads
 
 __all__ = ["ExchangeError", "GroupPeers", "Peers", "Work", "connect", "is_gloo"]
@@ -28,10 +30,8 @@ __all__ = ["ExchangeError", "GroupPeers", "Peers", "Work", "connect", "is_gloo"]
 SHORTEST, LONGEST = timedelta(seconds=30), timedelta(minutes=5)
 #: How often it is looked whether all are there.
 SECONDS_BETWEEN = 0.02
-
-
-class ExchangeError(RuntimeError):
-    """A collective failed or took longer than it may. The connection is closed; a later exchange makes a new one."""
+#: How long a request to the store may take, beyond what ranks wait for each other.
+SECONDS_BEYOND = 5.0
 
 
 class Work(Protocol):
@@ -185,27 +185,35 @@ class GroupPeers:
             return
         assert self._name is not None
         name = f"{self._name}/{meeting}"
-        self._wait_for_all(name)
-        self.group = _rendezvous(self.ranks, name, self._patience, self._quiet)
+
+        # A store answers as late as its host does, and a request to it has no time limit of its own.
+        seconds, what = self._patience.total_seconds() + SECONDS_BEYOND, f"ranks {self.ranks} could not connect again"
+        within(seconds, lambda: self._wait_for_all(name), what)
+        connect_again = functools.partial(_rendezvous, self.ranks, name, self._patience, self._quiet)
+        self.group = within(seconds, connect_again, what)
 
     def _wait_for_all(self, name: str) -> None:
         """Wait until all peers are here, or one of them has given up."""
         store = PrefixStore(name, _torch.default_store())
         store.add("here", 1)
         end = time.monotonic() + self._patience.total_seconds()
-        while store.add("here", 0) < self.size:
-            if store.check(["given up"]) or time.monotonic() > end:
-                raise ExchangeError(
-                    f"ranks {self.ranks} could not connect again: "
-                    + ("another rank has given up" if time.monotonic() <= end else "a rank did not come in time")
-                )
+        while True:
+            given_up, all_here = store.check(["given up"]), store.add("here", 0) >= self.size
+            if given_up or (not all_here and time.monotonic() > end):
+                why = "another rank has given up" if given_up else "a rank did not come in time"
+                raise ExchangeError(f"ranks {self.ranks} could not connect again: {why}")
+            if all_here:
+                return
             time.sleep(SECONDS_BETWEEN)
 
     def give_up(self, meeting: str) -> None:
         """Tell peers that are still to come not to wait."""
         if self._name is not None and self.size > 1:
+            name = f"{self._name}/{meeting}"
             with suppress(RuntimeError):
-                PrefixStore(f"{self._name}/{meeting}", _torch.default_store()).set("given up", "1")
+                within(
+                    SECONDS_BEYOND, lambda: PrefixStore(name, _torch.default_store()).set("given up", "1"), "not told"
+                )
 
     @property
     def _patience(self) -> timedelta:

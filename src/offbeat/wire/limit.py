@@ -1,0 +1,44 @@
+"""Limits the time of what has no time limit of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["ExchangeError", "within"]
+
+Result = TypeVar("Result")
+
+
+class ExchangeError(RuntimeError):
+    """A collective failed or took longer than it may. The connection is closed; a later exchange makes a new one."""
+
+
+def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
+    """Call a function in a thread. Raises :class:`ExchangeError` if it does not return in time; it may go on then.
+
+    Args:
+        seconds: the time limit.
+        what: what has failed then, for the error.
+    """
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="offbeat-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise ExchangeError(
+            f"{what}: the store of the process group did not answer within {seconds:g} s; the process that holds it, "
+            "usually rank 0, may have stopped"
+        )
+    return results[0]
