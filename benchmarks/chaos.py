@@ -103,7 +103,7 @@ def train(rank: int, ranks: int, store: str, seed: int, done: str) -> None:
             if attempt == 3:
                 raise
     found = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-    for level in optimizer.state_dict()["replica"]["tracks"]:
+    for level in optimizer.state_dict()["replica"][0]["tracks"]:
         for track in level:
             found += [t.reshape(-1) for t in tensors_in(track) if t.is_floating_point()]
     mine = torch.cat([t.double() for t in found])

@@ -478,8 +478,9 @@ def communication_hooks(rank, world):
     ddp = DistributedDataParallel(make(), find_unused_parameters=True)
     with pytest.warns(UserWarning, match="find_unused_parameters"):
         offbeat.LocalSGD(sgd(ddp.parameters()), ddp)
+    plain = make()
     with pytest.raises(ValueError, match="comm_hook needs a DistributedDataParallel module"):
-        offbeat.LocalSGD(sgd(ddp.parameters()), make(), comm_hook=allreduce_hook)
+        offbeat.LocalSGD(sgd(plain.parameters()), plain, comm_hook=allreduce_hook)
 
 
 @scenario(2)

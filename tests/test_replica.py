@@ -441,7 +441,7 @@ def a_vote_that_one_rank_misses(rank, world):
     train(model, diloco, range(4, 6), rank)
     if rank == 1:  # as if it had not heard the end of the third round
         model.load_state_dict(saved[1])
-        diloco._tracks.load_state_dict(saved[0]["replica"])
+        diloco._tracks.load_state_dict(saved[0]["replica"][0])
         assert track.rounds == 2
     train(model, diloco, range(6, 7), rank)
     with pytest.warns(UserWarning, match=r"ranks \[1\] had missed the end of a round"):
@@ -733,7 +733,7 @@ def test_another_number_of_replicas_goes_on(world, options):
     """Anchors and outer momentum are everybody's: more replicas, or fewer, go on from them."""
     saved = run_ranks(saved_by_two, 2, options)
     results = run_ranks(loaded_by_others, world, options, saved)
-    outer = saved[0][1]["replica"]["outer"][0]
+    outer = saved[0][1]["replica"][0]["outer"][0]
     anchors = torch.cat([a.reshape(-1) for a in outer["anchors"].values()])
     for found, _, final in results:
         assert torch.equal(found, anchors)
@@ -767,6 +767,165 @@ def through_dcp(rank: int, world: int, folder: str) -> bool:
 
 def test_distributed_checkpoints(tmp_path):
     assert run_ranks(through_dcp, 2, str(tmp_path)) == [True, True]
+
+
+DCP_OPTIONS = {
+    "late": {"every": 4, "fragments": 2, "delay": 3, "codec": "int4", "error_feedback": 1.0},
+    "eager": {"every": 4, "eager": True},
+    "plain": {"every": 4},
+}
+
+
+def save_with_dcp(rank: int, world: int, folder: str, options: dict[str, Any], stop: int) -> torch.Tensor:
+    """Saves in three forms after so many steps, and goes on."""
+    import torch.distributed.checkpoint as dcp
+
+    model = make()
+    diloco = offbeat.DiLoCo(adamw(model.parameters()), model, subgroup=None, **options)
+    train(model, diloco, range(stop), rank)
+    state = diloco.state_dict()
+    dcp.save({f"model{rank}": model.state_dict(), f"whole{rank}": (state,)}, checkpoint_id=f"{folder}/whole")
+    dcp.save({f"optimizer{rank}": state}, checkpoint_id=f"{folder}/parts")
+    train(model, diloco, range(stop, stop + 7), rank)
+    diloco.finish()
+    return flat(model)
+
+
+def load_with_dcp(rank: int, world: int, folder: str, options: dict[str, Any], stop: int, how: str) -> torch.Tensor:
+    """What a new process does, which has nothing of the one that saved."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    model = make(seed=3)
+    diloco = offbeat.DiLoCo(adamw(model.parameters()), model, subgroup=None, **options)
+    whole = {f"model{rank}": model.state_dict(), f"whole{rank}": ()}
+    dcp.load(whole, checkpoint_id=f"{folder}/whole")
+    model.load_state_dict(whole[f"model{rank}"])
+    if how == "whole":
+        diloco.load_state_dict(whole[f"whole{rank}"][0])
+    elif how == "converted":
+        dcp_to_torch_save(f"{folder}/parts", f"{folder}/parts{rank}.pt")
+        diloco.load_state_dict(torch.load(f"{folder}/parts{rank}.pt", weights_only=True)[f"optimizer{rank}"])
+    else:
+        if how == "allocated":
+            diloco.init_state()
+        parts = {f"optimizer{rank}": diloco.state_dict()}
+        dcp.load(parts, checkpoint_id=f"{folder}/parts")
+        if how == "empty":
+            with pytest.raises(ValueError, match=r"that of 6 is not there .*init_state\(\)"):
+                diloco.load_state_dict(parts[f"optimizer{rank}"])
+            assert diloco.steps == 0
+            assert not diloco.state
+            return torch.zeros(())
+        diloco.load_state_dict(parts[f"optimizer{rank}"])
+    train(model, diloco, range(stop, stop + 7), rank)
+    diloco.finish()
+    return flat(model)
+
+
+@pytest.mark.parametrize("options", DCP_OPTIONS)
+@pytest.mark.parametrize("stop", [3, 6])
+def test_distributed_checkpoints_in_a_new_process(tmp_path, options, stop):
+    arguments = str(tmp_path), DCP_OPTIONS[options], stop
+    never = run_ranks(save_with_dcp, 2, *arguments)
+    for how in ("whole", "converted", "allocated", "empty") if options == "late" and stop == 6 else ("whole",):
+        again = run_ranks(load_with_dcp, 2, *arguments, how)
+        assert how == "empty" or all(map(torch.equal, never, again))
+
+
+def test_numbers_that_have_become_strings():
+    """As in what ``dcp_to_torch_save`` writes."""
+
+    def turned(state):
+        return {**state, "state": {str(key): value for key, value in state["state"].items()}}
+
+    for cls in (offbeat.AdamW, offbeat.LBFGS):
+        finals = []
+        for stop in (False, True):
+            model = make()
+            optimizer = cls(model.parameters(), lr=0.01)
+
+            def closure(model=model, optimizer=optimizer):
+                optimizer.zero_grad()
+                found = loss(model, batch(0, 0))
+                found.backward()
+                return found
+
+            optimizer.step(closure)
+            if stop:
+                state = turned(optimizer.state_dict())
+                optimizer = cls(model.parameters(), lr=0.01)
+                optimizer.load_state_dict(state)
+                closure.__defaults__ = (model, optimizer)
+            optimizer.step(closure)
+            finals.append(flat(model))
+        assert torch.equal(*finals)
+
+
+@pytest.mark.parametrize(
+    ("what", "lose"),
+    [
+        ("'tracks'", lambda mine: mine.pop("tracks")),
+        ("'outer'", lambda mine: mine.pop("outer")),
+        ("'residual' of level 0", lambda mine: mine["tracks"][0][0].pop("residual")),
+        ("'optimizer' of level 0", lambda mine: mine["outer"][0].pop("optimizer")),
+        ("the anchor of '0.weight'", lambda mine: mine["outer"][0]["anchors"].pop("0.weight")),
+    ],
+)
+def test_a_checkpoint_that_is_not_complete_changes_nothing(what, lose):
+    def replica(rank: int, peers: Any) -> None:
+        def diloco_of(model: Any) -> Any:
+            return offbeat.DiLoCo(adamw(model.parameters()), model, every=2, group=peers, subgroup=None)
+
+        model = make()
+        diloco = diloco_of(model)
+        train(model, diloco, range(3), rank)
+        saved = copy.deepcopy(diloco.state_dict())
+        lose(saved["replica"][0])
+        other = diloco_of(make(seed=3))
+        with pytest.raises(ValueError, match=f"{what}.* missing; nothing was changed"):
+            other.load_state_dict(saved)
+        assert other.steps == 0
+        assert not other.state
+
+    offbeat.Simulation(1).run(replica)
+
+
+def test_a_checkpoint_is_not_written_to_after_loading():
+    def replica(rank: int, peers: Any) -> None:
+        def diloco_of(model: Any) -> Any:
+            outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9)
+            inner = offbeat.SGD(model.parameters(), lr=0.1)
+            return offbeat.DiLoCo(inner, model, every=2, outer=outer, group=peers, subgroup=None)
+
+        model = make()
+        diloco = diloco_of(model)
+        train(model, diloco, range(3), rank)
+        saved = diloco.state_dict()
+        before = copy.deepcopy(saved["replica"][0]["outer"][0]["optimizer"]["state"])
+        other_model = make(seed=3)
+        other = diloco_of(other_model)
+        other.load_state_dict(saved)
+        train(other_model, other, range(3, 6), rank)
+        after = saved["replica"][0]["outer"][0]["optimizer"]["state"]
+        assert all(torch.equal(before[i]["momentum_buffer"], after[i]["momentum_buffer"]) for i in before)
+
+    offbeat.Simulation(1).run(replica)
+
+
+def test_outer_state_that_has_no_place_is_told_of():
+    def replica(rank: int, peers: Any) -> list[str]:
+        model = make()
+        diloco = offbeat.DiLoCo(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        train(model, diloco, range(3), rank)
+        local = offbeat.LocalSGD(sgd(model.parameters()), model, every=2, group=peers, subgroup=None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            local.load_state_dict(diloco.state_dict())
+        return [str(one.message) for one in caught]
+
+    (told,) = offbeat.Simulation(1).run(replica)
+    assert any("anchors and an outer optimizer for level 0" in one for one in told)
 
 
 def stalls(rank: int, world: int) -> Any:
@@ -811,7 +970,7 @@ def saving_after_a_failure(rank: int, world: int) -> Any:
     saved = local.state_dict() if rank == 0 else {}
     dist.barrier()
     if rank == 0:
-        ((track,),) = saved["replica"]["tracks"]
+        ((track,),) = saved["replica"][0]["tracks"]
         return track["flight"]["failed"] and "values" not in track["flight"]
     return True
 

@@ -668,7 +668,7 @@ def copies_of_state(rank, world):
     model = make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, subgroup=None, delay=3)
     train(model, local, range(2), rank)
-    ((saved,),) = local.state_dict()["replica"]["tracks"]
+    ((saved,),) = local.state_dict()["replica"][0]["tracks"]
     before = copy.deepcopy(saved)
     train(model, local, range(2, 7), rank)
     assert saved["flight"]["step"] == before["flight"]["step"] == 0

@@ -124,10 +124,10 @@ def test_another_number_of_ranks_goes_on_where_two_were(world, delay):
     assert [start for start, *_ in results] == [6 if delay == 0 else 7] * world
     assert all(torch.equal(one[2], results[0][2]) for one in results)
     if world == 1:  # what was under way is applied, although there is nobody left to average with
-        ((track,),) = saved[0][1]["replica"]["tracks"]
+        ((track,),) = saved[0][1]["replica"][0]["tracks"]
         assert track["flight"] is not None
         forgotten = copy.deepcopy(saved)
-        forgotten[0][1]["replica"]["tracks"][0][0]["flight"] = None
+        forgotten[0][1]["replica"][0]["tracks"][0][0]["flight"] = None
         without = run_ranks(load, world, options, forgotten, 8)
         assert not torch.equal(without[0][2], results[0][2])
     assert all(set(one[3]) == {results[0][0] + 8.0} for one in results)
@@ -200,3 +200,44 @@ def test_a_program_ends_in_peace(tmp_path):
         for program in programs:
             _, said = program.communicate(timeout=60)
             assert program.returncode == 0, said[-2000:]
+
+
+BEREFT = """
+import os, sys, time, torch, torch.distributed as dist, offbeat
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(4)))
+inner = torch.optim.SGD(model.parameters(), lr=0.001)
+diloco = offbeat.DiLoCo(inner, model, every=4, delay=3, fragments=4, subgroup=None)
+for step in range(40):
+    if rank == 1 and step == 5:
+        os._exit(7)
+    model(torch.ones(1, 20)).sum().backward()
+    diloco.step()
+    diloco.zero_grad()
+"""
+
+
+def test_a_program_whose_peer_has_died_ends_with_its_error(tmp_path):
+    """Not after it has waited for the peer in every round that was under way, and not in the middle of such a wait."""
+    for turn in range(2):
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", BEREFT, str(rank), str(tmp_path / f"store{turn}")],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            output, _ = workers[0].communicate(timeout=40)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        assert workers[0].returncode == 1, output
+        assert "ExchangeError" in output
+        assert "terminate called" not in output

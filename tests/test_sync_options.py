@@ -276,3 +276,42 @@ def test_shares():
     assert Shares.of([0.0, 2.0, 2.0], 1) == Shares(0.5, 2, True)
     assert Shares.of([1.0, 3.0], 0) == Shares(0.25, None, True)
     assert Shares.of([0.0, 0.0], 0).nobody
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outer_lr": float("inf")}, "outer_lr must be a finite number"),
+        ({"outer_lr": float("nan")}, "outer_lr must be a finite number"),
+        ({"outer_lr": -0.1}, "outer_lr must be a finite number that is not negative, but got -0.1"),
+        ({"outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1, but got 1.0"),
+    ],
+)
+def test_outer_options_with_which_anchors_would_not_stay_finite(options, message):
+    def replica(rank, peers):
+        model = torch.nn.Linear(2, 2)
+        with pytest.raises(ValueError, match=message):
+            offbeat.DiLoCo(offbeat.SGD(model.parameters(), lr=0.1), model, group=peers, subgroup=None, **options)
+        names = {"outer_lr": "slow_lr", "outer_momentum": "slow_momentum"}
+        slow = {names[name]: value for name, value in options.items()}
+        with pytest.raises(ValueError, match=message.replace("outer", "slow")):
+            offbeat.SlowMo(offbeat.SGD(model.parameters(), lr=0.1), model, group=peers, subgroup=None, **slow)
+
+    offbeat.Simulation(1).run(replica)
+
+
+def test_what_would_not_be_used_raises():
+    def replica(rank, peers):
+        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        inner = offbeat.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="none of the parameters of the module that LocalSGD was given"):
+            offbeat.LocalSGD(inner, other, group=peers, subgroup=None)
+        with pytest.raises(ValueError, match=r"reduce_dtype=torch\.bfloat16 is narrower than all parameters"):
+            offbeat.LocalSGD(inner, model, group=peers, subgroup=None, reduce_dtype=torch.bfloat16)
+        local = offbeat.LocalSGD(inner, model, group=peers, subgroup=None, weighted=True)
+        for amount in (True, torch.ones(2), "8"):
+            with pytest.raises(TypeError, match="must be one number"):
+                local.seen(amount)
+        local.seen(torch.tensor(3))
+
+    offbeat.Simulation(1).run(replica)

@@ -24,7 +24,7 @@ from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
 from offbeat.engine.unbegun import mark_unbegun
-from offbeat.optim.checkpoint import check_state_dict, loaded, packed
+from offbeat.optim.checkpoint import check_state_dict, loaded, numbered, packed
 from offbeat.optim.sharing import SharesMatrices
 from offbeat.optim.signature import describe, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
@@ -355,7 +355,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_state_dict(state_dict, type(self).__name__)
-        state, groups = loaded(self, state_dict, self._slots)
+        state, groups = loaded(self, numbered(state_dict), self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
         if self.owners is not None:
             self.owners.stale = False  # every rank has loaded the same state

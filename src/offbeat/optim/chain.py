@@ -13,7 +13,7 @@ from offbeat import _torch
 from offbeat._types import Group
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
-from offbeat.optim.checkpoint import check_state_dict
+from offbeat.optim.checkpoint import check_state_dict, numbered
 from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
@@ -272,7 +272,7 @@ class Chain(Optimizer):
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         check_state_dict(state_dict, type(self).__name__)
-        parts = split_state_dict(state_dict, self.optimizers)
+        parts = split_state_dict(numbered(state_dict), self.optimizers)
         before = [(one.state, one.param_groups) for one in self.optimizers]
         try:
             for one, part in zip(self.optimizers, parts, strict=True):

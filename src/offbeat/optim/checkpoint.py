@@ -19,7 +19,7 @@ from offbeat.engine.state import State
 from offbeat.engine.tensors import has_values, is_dtensor, local, part_placements
 from offbeat.rules.rule import PRECISION, Slot, Values
 
-__all__ = ["check_state_dict", "loaded", "packed"]
+__all__ = ["check_state_dict", "loaded", "numbered", "packed"]
 
 
 def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, ...]]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
 def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
     """Raise if this is not an optimizer's state dict, or if a wrapper saved it, whose entries would be ignored.
 
-    A wrapper adds a dictionary of its own, with its name under ``"wrapper"``.
+    A wrapper adds a dictionary of its own, with its name under ``"wrapper"``, which may be the only item of a tuple.
 
     Args:
         mine: the class name of the optimizer that loads the state dict.
@@ -63,6 +63,7 @@ def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
         keys = ", ".join(map(repr, list(state_dict)[:4]))
         raise ValueError(f"this is not the state dict of an optimizer: its keys are {keys}; {hint}")
     for key, value in state_dict.items():
+        value = value[0] if isinstance(value, tuple) and len(value) == 1 else value
         name = value.get("wrapper") if isinstance(value, dict) and key not in ("state", "param_groups") else None
         if isinstance(name, str):
             raise ValueError(
@@ -70,6 +71,15 @@ def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
                 f"and everything else in {key!r}, so warm-up would start again; call load_state_dict() of the {name}, "
                 "or pass a state dict with only 'state' and 'param_groups'"
             )
+
+
+def numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The same with parameters' numbers as keys of the state.
+
+    ``torch.distributed.checkpoint`` makes strings of them in some of its forms, and leaves out what is empty.
+    """
+    state = state_dict.get("state", {})
+    return {**state_dict, "state": {int(k) if isinstance(k, str) and k.isdigit() else k: v for k, v in state.items()}}
 
 
 def loaded(

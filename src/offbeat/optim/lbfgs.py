@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
-from offbeat.optim.checkpoint import check_state_dict
+from offbeat.optim.checkpoint import check_state_dict, numbered
 from offbeat.optim.line_search import Point, strong_wolfe
 from offbeat.optim.vectors import Layout, Vector
 from offbeat.rules.checks import in_range, require_number
@@ -147,7 +147,7 @@ class LBFGS(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of :class:`torch.optim.LBFGS`."""
         check_state_dict(state_dict, type(self).__name__)
-        numel = Layout(self.param_groups[0]["params"]).numel
+        numel, state_dict = Layout(self.param_groups[0]["params"]).numel, numbered(state_dict)
         for entry in state_dict["state"].values():
             vectors = [entry[key] for key in _FLAT if key in entry]
             vectors += [v for key in _HISTORY for v in entry.get(key) or ()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,6 +104,12 @@ class Anchors:
             elif outer is not None:
                 outer.reset()
                 complete = False
+            elif one is not None:
+                warnings.warn(
+                    f"the checkpoint has anchors and an outer optimizer for level {i}, which has none here: they are "
+                    "dropped",
+                    stacklevel=5,
+                )
         for i, eager in enumerate(self.eagers):
             if eager is not None:
                 eager.reset()

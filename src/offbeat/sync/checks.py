@@ -74,6 +74,32 @@ def check_module(opt: Any, module: Any, wrapper: str) -> None:
         )
 
 
+def check_trains(opt: Optimizer, module: torch.nn.Module, wrapper: str) -> None:
+    """Raise if the optimizer has none of the module's parameters.
+
+    It must have all of those of a DDP module, which :func:`check_cover` looks at.
+    """
+    if isinstance(module, DistributedDataParallel):
+        return
+    theirs = {id(p) for p in module.parameters()}
+    if not any(id(p) in theirs for group in opt.param_groups for p in group["params"]):
+        raise ValueError(
+            f"the optimizer has none of the parameters of the module that {wrapper} was given, so that the module "
+            "would never be averaged; pass the module that the optimizer trains, and if it was sharded since, make the "
+            "optimizer after that"
+        )
+
+
+def check_reduce_dtype(dtype: torch.dtype | None, params: Iterable[Tensor]) -> None:
+    """Raise if no parameter would be reduced in this dtype, because all of them have a wider one."""
+    widths = [p.dtype.itemsize for p in params if p.is_floating_point()]
+    if dtype is not None and widths and min(widths) > dtype.itemsize:
+        raise ValueError(
+            f"reduce_dtype={dtype} is narrower than all parameters, and would not be used: they are averaged in their "
+            "own dtype at least; leave it out, or use a codec to send less"
+        )
+
+
 def in_words(option: Any) -> str:
     """An option as a string that ranks can compare; functions and process groups by their name or type."""
     if isinstance(option, Mapping):

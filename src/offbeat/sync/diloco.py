@@ -18,6 +18,7 @@ from offbeat.sync.options import (
     NonFinite,
     ReplicaOptions,
     Warmup,
+    check_outer,
     with_options,
 )
 from offbeat.sync.replica import Replica
@@ -50,7 +51,7 @@ class DiLoCo(Replica):
     Args:
         opt: the inner optimizer (usually AdamW), overlapped or not.
         module: the module it trains: DDP, plain, or ``fully_shard``-ed.
-        every: the number of steps between rounds; the first comes after as many steps.
+        every: the number of steps between rounds; the first comes after as many steps, of fragments the last one's.
         outer_lr: :math:`\eta`; by default 0.4 for one replica, 0.6 for 2 to 7 and 0.8 for 8 or more.
         outer_momentum: :math:`\mu`.
         fragments: parts of the parameters that are exchanged at different steps; see :class:`offbeat.Level`.
@@ -116,6 +117,8 @@ class DiLoCo(Replica):
                 f"outer= makes the outer optimizer, so that outer_lr={outer_lr} and outer_momentum={outer_momentum} "
                 "would not be used; give them to that optimizer, or leave outer= out"
             )
+        check_outer(outer_lr=0.0 if outer_lr is None else outer_lr)
+        check_outer(1.0, outer_momentum=outer_momentum)
         me = weakref.ref(self)  # the level keeps this function, and self keeps the level
 
         def nesterov(groups: Any) -> Optimizer:

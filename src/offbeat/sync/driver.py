@@ -9,17 +9,19 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from offbeat.sync.rounds import Round
+from offbeat.wire.limit import ENDING
 from offbeat.wire.quiet import make_thread_quiet
 
 __all__ = ["Driver"]
 
-#: How long the exit of the program waits for a round that is under way.
+#: How long the exit of the program waits for rounds that are under way.
 SECONDS_AT_EXIT = 10.0
 
 _drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
@@ -72,10 +74,14 @@ class Driver:
         else:
             last()
 
-    def stop(self, seconds: float) -> None:
-        """At the end of the program: wait a little, and say what nobody will ask for any more."""
+    def stop(self, end: float) -> None:
+        """At the end of the program: wait a little, and say what nobody will ask for any more.
+
+        Args:
+            end: until when, by the monotonic clock.
+        """
         for one, over in list(self._under_way.values()):
-            over.wait(seconds)
+            over.wait(max(0.0, end - time.monotonic()))
             if one.error is not None and not one.reported:
                 one.reported = True
                 warnings.warn(
@@ -111,8 +117,10 @@ def _work_through(rounds: Any) -> None:
 
 @atexit.register
 def _stop_all() -> None:
+    ENDING.set()
+    end = time.monotonic() + SECONDS_AT_EXIT
     for driver in list(_drivers):
-        driver.stop(SECONDS_AT_EXIT)
+        driver.stop(end)
     for thread, rounds in list(_threads.items()):
         rounds.put(None)
-        thread.join(SECONDS_AT_EXIT)
+        thread.join(max(0.0, end - time.monotonic()))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
@@ -34,6 +36,8 @@ __all__ = [
     "Where",
     "check_bool",
     "check_float_dtype",
+    "check_one_number",
+    "check_outer",
     "with_options",
 ]
 
@@ -136,3 +140,19 @@ def check_float_dtype(name: str, dtype: Any) -> None:
         raise TypeError(f"{name} must be a torch.dtype such as torch.float32, but got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"{name} must be a floating-point dtype, but got {dtype}")
+
+
+def check_one_number(what: str, value: Any) -> None:
+    """Raise unless this is a number, or a tensor of one element."""
+    fine = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+    if not fine or isinstance(value, bool):
+        raise TypeError(f"{what} must be one number, but it is {value!r}")
+
+
+def check_outer(below: float | None = None, **numbers: Any) -> None:
+    """Raise unless these options of an outer optimizer are finite, not negative and below the limit."""
+    for name, value in numbers.items():
+        check_one_number(name, value)
+        if not (0 <= value < math.inf and (below is None or value < below)):
+            limit = "a finite number that is not negative" if below is None else f"at least 0 and below {below:g}"
+            raise ValueError(f"{name} must be {limit}, but got {value!r}; anchors would not stay finite")

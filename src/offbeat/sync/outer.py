@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -306,7 +307,9 @@ class Outer:
         self._rates = dict(state.get("rates", {}))
         assert self.optimizer is not None
         self.optimizer.state.clear()
-        self.optimizer.load_state_dict(_without(state["optimizer"], state["groups"], set(params)))
+        saved = _without(state["optimizer"], state["groups"], set(params))
+        # torch.optim's own would go on to write into the tensors of the checkpoint.
+        self.optimizer.load_state_dict(saved if isinstance(self.optimizer, RuleOptimizer) else deepcopy(saved))
 
     def check_state_dict(self, state: Mapping[str, Any], params: Mapping[str, Tensor]) -> None:
         """Raise if this cannot be loaded."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from offbeat import _torch, frameworks
 from offbeat._types import CommHook
 from offbeat.ddp import is_inside_ddp
+from offbeat.optim.checkpoint import numbered
 from offbeat.overlap.handle import overlap_of
 from offbeat.sync.agreement import check_same_options
 from offbeat.sync.attach import attach
@@ -26,6 +27,8 @@ from offbeat.sync.checks import (
     check_cover,
     check_levels,
     check_module,
+    check_reduce_dtype,
+    check_trains,
     find_subgroup,
     in_words,
 )
@@ -37,6 +40,7 @@ from offbeat.sync.hooks import BeforeForward, Guard, ReplicaJoinHook, refuse_wra
 from offbeat.sync.level import Level, options_in_words
 from offbeat.sync.members import connect_all, connect_levels, peers_of
 from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup, check_bool, check_float_dtype
+from offbeat.sync.saved import check_complete
 from offbeat.sync.start import Start
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks, warn_of
@@ -151,7 +155,9 @@ class Replica(OptimizerWrapper, Joinable):
         Joinable.__init__(self)
         called = frameworks.inner_module(module)
         module = _torch.inner_module(called)
+        check_trains(opt, module, type(self).__name__)
         params = [p for one in opt.param_groups for p in one["params"]]
+        check_reduce_dtype(reduce_dtype, params)
         sharded = any(hasattr(p, "device_mesh") for p in params)
         within = peers_of(group)
         check_same_options(
@@ -459,7 +465,10 @@ class Replica(OptimizerWrapper, Joinable):
             **self._tracks.state_dict(anchored=self._start.is_anchored),
             "averaged": self._contents.averaged(),
         }
-        return self._finish_state_dict({**self._inner_state_dict(), "step": step, "replica": mine})
+        inner = self._inner_state_dict()
+        mine["stateful"] = [key for key in inner["state"] if isinstance(key, int)]
+        # In a tuple, which torch.distributed.checkpoint keeps in one piece: what is in it depends on the step.
+        return self._finish_state_dict({**inner, "step": step, "replica": (mine,)})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class, of ``PostLocalSGDOptimizer``, or of the optimizer alone.
@@ -468,7 +477,11 @@ class Replica(OptimizerWrapper, Joinable):
         is another replica's, saved when replicas differed: what this one had learned since the last round is lost.
         """
         state_dict = self._begin_load(state_dict)
-        step, mine = state_dict.pop("step", None), state_dict.pop("replica", None) or {}
+        step, saved = state_dict.pop("step", None), state_dict.pop("replica", None)
+        mine = (saved[0] if isinstance(saved, (tuple, list)) else saved) or {}
+        if "param_groups" in state_dict:
+            state_dict = numbered(state_dict)
+            check_complete(state_dict, mine)
         averaged = self._contents.averaged()
         self._contents.load_averaged(mine.get("averaged", averaged))  # also what has been frozen since
         try:

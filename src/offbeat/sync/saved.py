@@ -10,7 +10,43 @@ from offbeat.sync.contents import Contents
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.track import Track
 
-__all__ = ["check_saved_tracks"]
+__all__ = ["check_complete", "check_saved_tracks"]
+
+#: What every track has saved since there were tracks.
+_OF_A_TRACK = ("seen", "moved", "rounds", "residual", "residual_of", "flight")
+_OF_AN_OUTER = ("anchors", "groups", "optimizer")
+
+
+def check_complete(state_dict: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise if something is missing that has been saved.
+
+    Args:
+        state_dict: the inner optimizer's.
+        mine: the replica's own part.
+    """
+    missing = [key for key in mine.get("stateful", []) if key not in state_dict["state"]]
+    if missing:
+        raise ValueError(
+            f"the checkpoint was saved with optimizer state for {len(mine['stateful'])} parameters, and that of "
+            f"{len(missing)} is not there (numbers {missing[:8]}); nothing was changed. torch.distributed.checkpoint "
+            "loads only what it is given a place for: save and load (optimizer.state_dict(),), in a tuple, or call "
+            "init_state() before state_dict()"
+        )
+    lost = []
+    if "wrapper" in mine:
+        lost += [f"{key!r}" for key in ("tracks", "outer") if key not in mine]
+    for i, tracks in enumerate(mine.get("tracks") or []):
+        lost += [f"{key!r} of level {i}" for track in tracks for key in _OF_A_TRACK if key not in track]
+    for i, outer in enumerate(mine.get("outer") or []):
+        if outer is not None:
+            lost += [f"{key!r} of level {i}" for key in _OF_AN_OUTER if key not in outer]
+            names = [name for group in outer.get("groups", []) for name in group]
+            lost += [f"the anchor of {name!r}" for name in names if name not in outer.get("anchors", {})]
+    if lost:
+        raise ValueError(
+            f"the checkpoint is not complete: {', '.join(lost[:4])} missing; nothing was changed. Load what "
+            "state_dict() returned, as it was"
+        )
 
 
 def check_saved_tracks(state: dict[str, Any], here: Sequence[Sequence[Track]], contents: Contents) -> None:

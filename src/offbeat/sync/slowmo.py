@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from offbeat.optim.base import RuleOptimizer
 from offbeat.rules.slow_momentum import SLOW_MOMENTUM
 from offbeat.sync.level import Level
-from offbeat.sync.options import Every, NonFinite, ReplicaOptions, SlowMoLevelOptions, Warmup, with_options
+from offbeat.sync.options import Every, NonFinite, ReplicaOptions, SlowMoLevelOptions, Warmup, check_outer, with_options
 from offbeat.sync.replica import Replica
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class SlowMo(Replica):
         level: SlowMoLevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
+        check_outer(slow_lr=slow_lr)
+        check_outer(1.0, slow_momentum=slow_momentum)
         outer = functools.partial(_SlowMomentum, lr=slow_lr, momentum=slow_momentum)
         given = with_options(level, every=every, outer=outer, deadline=deadline, nonfinite=nonfinite)
         super().__init__(opt, module, [Level(**given)], warmup, **options)

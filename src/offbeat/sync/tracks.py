@@ -17,6 +17,7 @@ from offbeat.sync.contents import Contents
 from offbeat.sync.driver import Driver
 from offbeat.sync.exchange import Exchange
 from offbeat.sync.level import Level
+from offbeat.sync.options import check_one_number
 from offbeat.sync.rounds import Round
 from offbeat.sync.saved import check_saved_tracks
 from offbeat.sync.track import Track
@@ -98,6 +99,7 @@ class Tracks:
         """Add to the amount of data this rank has trained on."""
         if not self._weighted:
             raise ValueError("seen() needs weighted=True, but all ranks have the same weight; pass weighted=True")
+        check_one_number("the amount given to seen()", amount)
         if not (amount >= 0 and math.isfinite(amount)):
             raise ValueError(f"seen() takes a non-negative, finite number, but got {amount!r}")
         for track in self._every():

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["ExchangeError", "within"]
+__all__ = ["ENDING", "ExchangeError", "within"]
+
+#: Set when the program ends. Nobody waits for other ranks to connect again then.
+ENDING = threading.Event()
+#: How often it is looked whether the program ends.
+SECONDS_BETWEEN = 0.1
 
 Result = TypeVar("Result")
 
@@ -17,6 +23,8 @@ class ExchangeError(RuntimeError):
 
 def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
     """Call a function in a thread. Raises :class:`ExchangeError` if it does not return in time; it may go on then.
+
+    At the end of the program it raises at once.
 
     Args:
         seconds: the time limit.
@@ -33,9 +41,13 @@ def within(seconds: float, function: Callable[[], Result], what: str) -> Result:
 
     thread = threading.Thread(target=run, name="offbeat-store", daemon=True)
     thread.start()
-    thread.join(seconds)
+    end = time.monotonic() + seconds
+    while thread.is_alive() and not ENDING.is_set() and (left := end - time.monotonic()) > 0:
+        thread.join(min(left, SECONDS_BETWEEN))
     if errors:
         raise errors[0]
+    if not results and ENDING.is_set():
+        raise ExchangeError(f"{what}: the program ends")
     if not results:
         raise ExchangeError(
             f"{what}: the store of the process group did not answer within {seconds:g} s; the process that holds it, "

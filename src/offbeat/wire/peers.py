@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, PrefixStore  # type: ignore[attr-defined]
 
 from offbeat import _torch
-from offbeat.wire.limit import ExchangeError, within
+from offbeat.wire.limit import ENDING, ExchangeError, within
 from offbeat.wire.quiet import quiet_new_threads
 
 __all__ = ["ExchangeError", "GroupPeers", "Peers", "Work", "connect", "is_gloo"]
@@ -202,7 +202,7 @@ class GroupPeers:
             if given_up or (not all_here and time.monotonic() > end):
                 why = "another rank has given up" if given_up else "a rank did not come in time"
                 raise ExchangeError(f"ranks {self.ranks} could not connect again: {why}")
-            if all_here:
+            if all_here or ENDING.is_set():
                 return
             time.sleep(SECONDS_BETWEEN)
 
