@@ -37,9 +37,9 @@ class Level(ChecksNames):
 
     Args:
         every: the number of steps between rounds, or a function of the step that returns it.
-        phase: the number of steps after warm-up until the first round, or with fragments until the first round of the
-            last one; by default ``every``. Fragment ``f`` of ``n`` comes first after ``phase - every + every * (f + 1) //
-            n`` steps, at the earliest after the first step, and then every ``every`` steps.
+        phase: the number of steps after warm-up until the first round, by default ``every``; with fragments until the
+            last one's. Fragment ``f`` of ``n`` is exchanged after ``phase - every + every * (f + 1) // n`` steps, and
+            whole periods before and after that.
         group: the ranks that agree: None for all, a number of ranks (blocks of consecutive ranks), a process group, or
             the names of dimensions of the mesh that is passed to ``Replica``.
         outer: makes the outer optimizer: called with parameter groups, one for each group of the inner optimizer. For
