@@ -82,7 +82,8 @@ class Coded(CopyRound):
         track, flat = self.track, self._flat
         assert flat is not None
         if self._buffers:
-            self._reduce_copy(shares, peers)
+            # As the codes are: the round then has the same bits over any backend, and in a simulation.
+            self._reduce_copy(shares, peers, ordered=True)
         decay = track.level.error_feedback
         lost = torch.zeros_like(flat) if decay is not None else None
         old = track.residual_for(self._lost_of)
