@@ -227,8 +227,8 @@ _OVERFLOW = "the sum over ranks of {} is beyond float32, and nothing was reduced
 def _check(label: str, tensor: Tensor, x: Tensor) -> None:
     if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
-            f"{label} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, and must "
-            f"be flat, contiguous and float32; pass {label}.float().flatten(), and copy the result back"
+            f"{label} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, and "
+            f"must be flat, contiguous and float32; pass {label}.float().flatten(), and copy the result back"
         )
     if tensor.device != x.device or tensor.numel() != x.numel():
         raise ValueError(
