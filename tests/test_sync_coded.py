@@ -88,3 +88,22 @@ def test_buffers_have_the_same_bits_in_a_simulation(world):
     found = offbeat.Simulation(world).run(with_buffers)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, theirs))
+
+
+def test_weights_whose_sum_overflows():
+    """They would give every rank the share 0."""
+
+    def run(rank, peers):
+        weight = nn.Parameter(torch.full((5,), rank + 1.0))
+        replica = offbeat.LocalSGD(
+            torch.optim.SGD([weight], lr=0.0), nn.ParameterList([weight]), every=1, weighted=True, group=peers,
+            subgroup=None,
+        )  # fmt: skip
+        replica.seen([1e308, 1.1e308][rank])
+        with pytest.raises(ValueError, match=r"\(1e\+308, 1.1e\+308\) add up to inf.* smaller units") as error:
+            replica.step()
+        assert torch.equal(weight, torch.full((5,), rank + 1.0))
+        return str(error.value)
+
+    first, second = offbeat.Simulation(2, timeout=20).run(run)
+    assert first == second

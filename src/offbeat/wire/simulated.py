@@ -341,14 +341,17 @@ def _check_same(calls: list[tuple[Any, ...]], splits: list[Any], ranks: Sequence
         calls = [(*call, "sends", sent, "expects", got) for call, (sent, got) in zip(calls, splits, strict=True)]
     where = "; ".join(f"rank {r}: {' '.join(map(str, call))}" for r, call in zip(ranks, calls, strict=True))
     raise ExchangeError(
-        f"ranks have called collectives that do not fit together ({where}); call the same ones with tensors of the same "
-        "dtype and size, in the same order, on every rank"
+        f"ranks have called collectives that do not fit together ({where}); call the same ones with tensors of the "
+        "same dtype and size, in the same order, on every rank"
     )
 
 
 class _Part:
-    """What a rank hands in, and which collective it has called. On a GPU other ranks' streams wait until its own has written it: ranks exchange in the
-    background on streams of their own, which have no order."""
+    """What a rank hands in, and which collective it has called.
+
+    On a GPU other ranks' streams wait until its own has written it: ranks exchange in the background on streams of
+    their own, which have no order.
+    """
 
     def __init__(self, what: tuple[Any, ...], value: Any, splits: tuple[list[int], list[int]] | None) -> None:
         self.what, self.splits, self._value = what, splits, value
