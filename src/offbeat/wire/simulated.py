@@ -17,12 +17,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.wire.network import Connection, Network
 from offbeat.wire.peers import ExchangeError, Work
 
 __all__ = ["SimulatedPeers", "Simulation"]
-
-#: The name of a connection and its ranks.
-Connection = tuple[str, tuple[int, ...]]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -68,13 +66,7 @@ class Simulation:
         self.size, self.bandwidth, self.latency, self.timeout = size, bandwidth, latency, timeout
         self.seconds = [0.0] * size
         self.bytes_sent = [0] * size
-        self._posted: dict[tuple[Connection, int], dict[int, Any]] = {}
-        self._taken: dict[tuple[Connection, int], int] = {}
-        self._broken: set[Connection] = set()
-        self._here: dict[Connection, set[int]] = {}
-        self._given_up: set[Connection] = set()
-        self._arrival = threading.Condition()
-        self._failed = False
+        self.network = Network(self)  # for SimulatedPeers
         self._runs = itertools.count()
 
     def run(
@@ -101,16 +93,14 @@ class Simulation:
         errors: list[BaseException] = []
         # What a run before this one has left behind, because it failed or went on in the background, is not for this.
         name = str(next(self._runs))
-        self._failed = False
+        self.network.failed = False
 
         def main(rank: int) -> None:
             try:
                 results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size), name), *args, **kwargs)
             except BaseException as error:
                 errors.append(error)
-                with self._arrival:
-                    self._failed = True
-                    self._arrival.notify_all()
+                self.network.fail()
 
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -120,87 +110,6 @@ class Simulation:
         if errors:
             raise errors[0]
         return results
-
-    def post(self, connection: Connection, turn: int, rank: int, value: Any, sent: int) -> None:
-        """Hand in one rank's part of a collective. Called by :class:`SimulatedPeers`.
-
-        Args:
-            connection: what it goes over.
-            turn: the number of the collective on this connection, the same on every rank.
-            rank: whose part it is.
-            value: the part.
-            sent: how many bytes this rank sends for it.
-        """
-        with self._arrival:
-            if connection in self._broken:
-                raise _failure(connection, "another rank has closed the connection")
-            self._posted.setdefault((connection, turn), {})[rank] = value
-            self.bytes_sent[rank] += sent
-            self.seconds[rank] += self.latency + (sent / self.bandwidth if self.bandwidth else 0.0)
-            self._arrival.notify_all()
-
-    def collect(self, connection: Connection, turn: int) -> list[Any]:
-        """Wait for the parts of all ranks. Called by :class:`SimulatedPeers`.
-
-        Args:
-            connection: what the collective goes over.
-            turn: its number.
-
-        Returns:
-            The parts, in the order of the connection's ranks.
-        """
-        key, ranks = (connection, turn), connection[1]
-        with self._arrival:
-            self._arrival.wait_for(
-                lambda: self._failed or connection in self._broken or len(self._posted.get(key, ())) == len(ranks),
-                self.timeout,
-            )
-            if self._failed:
-                raise _failure(connection, "another rank failed")
-            if len(self._posted.get(key, ())) < len(ranks):
-                if connection in self._broken:
-                    raise _failure(connection, "another rank has closed the connection")
-                self.break_off(connection)  # before a rank that comes late can find all parts there, and go on
-                raise _failure(connection, f"not all ranks came within {self.timeout} s")
-            parts = [self._posted[key][rank] for rank in ranks]
-            self._taken[key] = self._taken.get(key, 0) + 1
-            if self._taken[key] == len(ranks):
-                del self._posted[key], self._taken[key]
-            return parts
-
-    def break_off(self, connection: Connection) -> None:
-        """Let collectives that are not complete fail on every rank. Called by :class:`SimulatedPeers`."""
-        with self._arrival:
-            self._broken.add(connection)
-            for key in [key for key in self._posted if key[0] == connection]:
-                if len(self._posted[key]) < len(connection[1]):
-                    del self._posted[key]
-            self._arrival.notify_all()
-
-    def meet(self, connection: Connection, rank: int) -> None:
-        """Wait until all ranks want this connection, or one has given up. Called by :class:`SimulatedPeers`."""
-        with self._arrival:
-            here = self._here.setdefault(connection, set())
-            here.add(rank)
-            self._arrival.notify_all()
-            self._arrival.wait_for(
-                lambda: self._failed or connection in self._given_up or len(here) == len(connection[1]),
-                2 * self.timeout,
-            )
-            if self._failed or len(here) < len(connection[1]):
-                why = "another rank has given up" if connection in self._given_up else "a rank did not come in time"
-                self.give_up(connection)
-                raise ExchangeError(f"ranks {list(connection[1])} could not connect again: {why}")
-
-    def give_up(self, connection: Connection) -> None:
-        """Let ranks that are still to come to :meth:`meet` not wait. Called by :class:`SimulatedPeers`."""
-        with self._arrival:
-            self._given_up.add(connection)
-            self._arrival.notify_all()
-
-
-def _failure(connection: Connection, why: str) -> ExchangeError:
-    return ExchangeError(f"a simulated collective between ranks {list(connection[1])} failed: {why}")
 
 
 class SimulatedPeers:
@@ -280,12 +189,12 @@ class SimulatedPeers:
         """Connect again if the connection was closed, under a name that all peers agree on."""
         if not self._is_open:
             connection = self._connection_of(meeting)
-            self.simulation.meet(connection, self._me)
+            self.simulation.network.meet(connection, self._me)
             self._connection, self._turns, self._is_open = connection, itertools.count(), True
 
     def give_up(self, meeting: str) -> None:
         """Tell peers that are still to come not to wait."""
-        self.simulation.give_up(self._connection_of(meeting))
+        self.simulation.network.give_up(self._connection_of(meeting))
 
     def close(self) -> None:
         """Close this rank's connection: collectives of the others fail instead of waiting for it."""
@@ -297,7 +206,7 @@ class SimulatedPeers:
     def _close(self, connection: Connection) -> None:
         if self._connection == connection:  # else it is an older one, and has been replaced
             self._is_open = False
-        self.simulation.break_off(connection)
+        self.simulation.network.break_off(connection)
 
     def _post(
         self,
@@ -315,7 +224,7 @@ class SimulatedPeers:
 
         def wait() -> None:
             try:
-                parts = self.simulation.collect(connection, turn)
+                parts = self.simulation.network.collect(connection, turn)
                 _check_same([part.what for part in parts], [part.splits for part in parts], self.ranks)
             except ExchangeError:
                 self._close(connection)
@@ -323,7 +232,7 @@ class SimulatedPeers:
             finish([part.take() for part in parts])
 
         try:
-            self.simulation.post(connection, turn, self._me, _Part(what, value, splits), sent)
+            self.simulation.network.post(connection, turn, self._me, _Part(what, value, splits), sent)
         except ExchangeError:
             self._close(connection)
             raise
