@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import offbeat
+from offbeat.wire.peers import GroupPeers
 from tests.ranks import run_ranks
 from tests.sync_reference import adamw, batch, flat, loss, make
 
@@ -200,3 +202,186 @@ def test_finishing_after_a_round_changes_nothing():
         found = offbeat.Simulation(2).run(run, steps, fragments)
         assert torch.equal(found[0][1], found[1][1])
         assert [rounds for _, _, rounds in found] == [expected] * 2
+
+
+CALLS: dict[str, tuple[Any, Any, str]] = {
+    "kind": (
+        lambda peers: peers.all_reduce(torch.zeros(4)),
+        lambda peers: peers.all_gather(torch.zeros(8), torch.zeros(4)),
+        r"rank 0: all_reduce sum torch.float32 4; rank 1: all_gather torch.float32 4",
+    ),
+    "operation": (
+        lambda peers: peers.all_reduce(torch.zeros(4)),
+        lambda peers: peers.all_reduce(torch.zeros(4), "max"),
+        r"rank 0: all_reduce sum .*; rank 1: all_reduce max",
+    ),
+    "dtype": (
+        lambda peers: peers.all_reduce(torch.zeros(4)),
+        lambda peers: peers.all_reduce(torch.zeros(4, dtype=torch.float64)),
+        r"rank 0: .* torch.float32 4; rank 1: .* torch.float64 4",
+    ),
+    "size": (
+        lambda peers: peers.all_reduce(torch.zeros(4)),
+        lambda peers: peers.all_reduce(torch.zeros(1)),
+        r"rank 0: .* torch.float32 4; rank 1: .* torch.float32 1",
+    ),
+    "root": (
+        lambda peers: peers.broadcast(torch.zeros(4), 0),
+        lambda peers: peers.broadcast(torch.zeros(4), 1),
+        r"rank 0: broadcast from rank 0 .*; rank 1: broadcast from rank 1",
+    ),
+    "splits": (
+        lambda peers: peers.all_to_all(torch.zeros(6), torch.zeros(6), [2, 2, 2], [2, 2, 2]),
+        lambda peers: peers.all_to_all(torch.zeros(5), torch.zeros(6), [2, 2, 1], [2, 2, 2]),
+        r"rank 0: .* expects \[2, 2, 2\]; rank 1: .* expects \[2, 2, 1\]",
+    ),
+    "objects": (
+        lambda peers: peers.gather_objects(3),
+        lambda peers: peers.all_reduce(torch.zeros(4)),
+        r"rank 0: gather_objects; rank 1: all_reduce",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_collectives_that_do_not_fit_fail_on_every_rank(name):
+    first, second, words = CALLS[name]
+
+    def run(rank, peers):
+        with pytest.raises(offbeat.ExchangeError, match=words):
+            (second if rank == 1 else first)(peers).wait()
+        return True
+
+    assert offbeat.Simulation(3, timeout=20).run(run) == [True] * 3
+
+
+def traffic(rank, world, peers):
+    """The bytes of one collective of each kind."""
+    counts = []
+    for call in (
+        lambda: peers.all_reduce(torch.zeros(300)).wait(),
+        lambda: peers.all_gather(torch.zeros(world * 7), torch.zeros(7)).wait(),
+        lambda: peers.all_to_all(torch.zeros(2 * world), torch.zeros(2 * world), [2] * world, [2] * world).wait(),
+        lambda: peers.broadcast(torch.zeros(5), 1).wait(),
+    ):
+        before = peers.bytes_sent
+        call()
+        counts.append(peers.bytes_sent - before)
+    before = peers.bytes_sent
+    peers.gather_objects("x" * 1000)
+    return counts, peers.bytes_sent - before
+
+
+def real_traffic(rank, world):
+    return traffic(rank, world, GroupPeers(dist.group.WORLD, range(world)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_peers_count_what_they_send(world):
+    simulation = offbeat.Simulation(world)
+    found = simulation.run(lambda rank, peers: traffic(rank, world, peers))
+    for rank, ((counts, objects), (others, theirs)) in enumerate(
+        zip(found, run_ranks(real_traffic, world), strict=True)
+    ):
+        expected = [2 * (world - 1) * 1200 // world, (world - 1) * 28, (world - 1) * 8, (world - 1) * 20 * (rank == 1)]
+        assert counts == others == expected
+        assert simulation.bytes_sent[rank] == sum(counts) + objects
+        assert (world - 1) * 1000 < objects < (world - 1) * 1100
+        assert theirs > (world - 1) * 1000  # with torch's own format around it
+
+
+def test_a_rank_alone_takes_no_time():
+    simulation = offbeat.Simulation(3, bandwidth=100.0, latency=1.0)
+
+    def run(rank, peers):
+        mine = peers.split([0, 1] if rank < 2 else [2])
+        one = torch.full((2,), float(rank))
+        mine.all_reduce(one).wait()
+        assert mine.gather_objects(rank) == mine.ranks
+        return one[0].item()
+
+    assert simulation.run(run) == [1.0, 1.0, 2.0]
+    assert simulation.seconds[0] > 2
+    assert simulation.seconds[2] == simulation.bytes_sent[2] == 0
+
+
+def test_a_collective_that_was_given_up_fails_for_those_who_come_late():
+    late, came = threading.Event(), threading.Event()
+
+    def run(rank, peers):
+        if rank == 1:
+            assert late.wait(20)
+        with pytest.raises(offbeat.ExchangeError, match=r"not all ranks came|closed the connection"):
+            peers.all_reduce(torch.ones(1)).wait()
+        late.set()
+        with pytest.raises(offbeat.ExchangeError, match="was closed"):
+            peers.all_reduce(torch.ones(1)).wait()
+        peers.renew_if_lost("again")
+        mine = torch.tensor([float(rank)])
+        peers.all_reduce(mine).wait()  # parts of two different collectives are not taken together
+        came.set()
+        return mine.item()
+
+    assert offbeat.Simulation(2, timeout=1).run(run) == [1.0, 1.0]
+    assert came.is_set()
+
+
+def test_closing_ends_what_others_wait_for():
+    def run(rank, peers):
+        whole = peers.all_gather(torch.zeros(3), torch.ones(1))
+        if rank == 1:
+            whole.wait()
+            peers.close()
+            peers.close()
+        else:
+            with pytest.raises(offbeat.ExchangeError, match="closed the connection"):
+                peers.all_reduce(torch.ones(1)).wait()
+            whole.wait()  # all parts of it are there
+        peers.renew_if_lost("again")
+        peers.renew_if_lost("again")
+        assert peers.gather_objects(rank) == [0, 1, 2]
+        return True
+
+    assert offbeat.Simulation(3, timeout=20).run(run) == [True] * 3
+
+
+def test_a_rank_that_has_given_up_is_not_waited_for():
+    def run(rank, peers):
+        peers.close()
+        if rank == 0:
+            peers.give_up("again")
+        else:
+            with pytest.raises(offbeat.ExchangeError, match="another rank has given up"):
+                peers.renew_if_lost("again")
+        peers.renew_if_lost("once more")
+        assert peers.gather_objects(rank) == [0, 1]
+
+    offbeat.Simulation(2, timeout=60).run(run)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_replicas_agree_again_after_a_timeout(delay):
+    """One of them sleeps longer than the others wait."""
+    awake = threading.Event()
+
+    def run(rank, peers):
+        with SEEDING:
+            model = make()
+        replica = offbeat.LocalSGD(adamw(model.parameters()), model, every=4, delay=delay, group=peers, subgroup=None)
+        failed = 0
+        for step in range(24):
+            loss(model, batch(step, rank)).backward()
+            if rank == 1 and step == 4:
+                assert awake.wait(20)
+            try:
+                replica.step()
+            except offbeat.ExchangeError:
+                failed += 1
+                awake.set()
+            replica.zero_grad()
+        replica.finish()
+        return flat(model), failed
+
+    found = offbeat.Simulation(2, timeout=1).run(run)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(failed for _, failed in found)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import offbeat
 from offbeat.wire import CodedMean, ErrorFeedback, NotFinite, TopK, make_codec
 from offbeat.wire.peers import GroupPeers
 from tests.ranks import run_ranks
@@ -177,3 +178,107 @@ def test_processes(world):
     for codec, *totals in zip(CODECS, *answers, strict=True):
         for total in totals:
             assert torch.equal(total, simulated(codec, values))
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_of_weight_0_feeds_back_what_its_sum_loses(absent, decay):
+    """Against the definition; and with a decay of 1 everything arrives, though the rank stays away."""
+    size, part, rounds, codec = 3, 4096, 40, TopK(0.03)
+    numel = size * part
+    values = [[torch.randn(numel) + 0.2 for _ in range(rounds)] for _ in range(size)]
+    before = torch.randn(numel)  # what the absent rank had lost when it was there
+
+    def train(peers):
+        mean = CodedMean(codec, return_sum_error=True, decay=decay)
+        feedback, totals = ErrorFeedback(decay), []
+        residual = before.clone() if peers.rank == absent else torch.zeros(numel)
+        for x in values[peers.rank]:
+            if peers.rank == absent:
+                totals.append(mean.reduce(torch.full_like(x, float("nan")), peers, 0.0, residual))
+            else:
+                y = feedback.correct(x, residual)
+                totals.append(mean.reduce(y, peers, 0.5, residual=residual))
+        return totals, residual
+
+    answers = run_threads(size, train)
+    lost = [before.clone() if rank == absent else torch.zeros(numel) for rank in range(size)]
+    for t, total in enumerate(answers[0][0]):
+        assert all(torch.equal(other[0][t], total) for other in answers)
+        taken = torch.zeros(numel)
+        for rank in range(size):
+            if rank != absent:
+                y = values[rank][t] + decay * lost[rank]
+                taken += through(codec, y)
+                lost[rank] = y - through(codec, y)
+        for owner in range(size):
+            place = slice(owner * part, (owner + 1) * part)
+            if owner == absent:
+                taken[place] += decay * lost[owner][place]
+            sent = through(codec, taken[place])
+            lost[owner][place] = (taken[place] - sent) + (0 if owner == absent else lost[owner][place])
+            taken[place] = sent
+        torch.testing.assert_close(total, taken, rtol=0, atol=1e-5)
+    for (_, residual), expected in zip(answers, lost, strict=True):
+        torch.testing.assert_close(residual, expected, rtol=0, atol=1e-5)
+    others = [place for rank in range(size) if rank != absent for place in range(rank * part, (rank + 1) * part)]
+    assert torch.equal(answers[absent][1][others], before[others])
+    if decay == 1:
+        given = sum(sum(mine) for rank, mine in enumerate(values) if rank != absent)
+        given[absent * part : (absent + 1) * part] += before[absent * part : (absent + 1) * part]
+        left = sum(residual for rank, (_, residual) in enumerate(answers) if rank != absent)
+        left[absent * part : (absent + 1) * part] += answers[absent][1][absent * part : (absent + 1) * part]
+        torch.testing.assert_close(sum(answers[0][0]) + left, given, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("decay", [0.0, -1.0, 1.5, float("nan")])
+def test_a_decay_that_cannot_be(decay):
+    with pytest.raises(ValueError, match=r"the decay .* must be above 0 and at most 1"):
+        CodedMean(make_codec("int8"), decay=decay)
+
+
+@pytest.mark.parametrize("kind", ["x", "residual", "out"])
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (torch.full((2000,), float("nan"), dtype=torch.float64), "is a torch.float64 tensor"),
+        (torch.ones(2000, dtype=torch.bfloat16), "is a torch.bfloat16 tensor"),
+        (torch.full((4000,), float("nan"))[::2], r"strides \(2,\)"),
+        (torch.ones(20, 100), r"shape \(20, 100\)"),
+        (torch.ones(1999), "has 1999 elements on cpu"),
+        (torch.ones(2000, device="meta"), "on meta"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_before_they_are_read(kind, wrong, words):
+    """The kernels get addresses, and would read whatever lies there."""
+    if kind == "x" and ("meta" in words or "1999" in words):
+        return
+
+    def reduce(peers):
+        tensors = {"x": torch.ones(2000), "residual": None, "out": None, kind: wrong}
+        with pytest.raises(ValueError, match=f"^{kind} .*{words}") as error:
+            CodedMean(make_codec("int8")).reduce(tensors["x"], peers, 1.0, tensors["residual"], tensors["out"])
+        return type(error.value)
+
+    assert run_threads(2, reduce) == [ValueError] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_errors_name_global_ranks(size):
+    ranks = [3, 5, 9][:size]
+
+    def run(rank, peers):
+        if rank not in ranks:
+            peers.split([one for one in range(10) if one not in ranks])
+            return
+        some = peers.split(ranks)
+        for bad, words in ((float("nan"), "the values of rank 5 are NaN"), (3e38, "beyond float32")):
+            x = torch.ones(1000)
+            x[600] = bad if rank == 5 or bad == 3e38 else 1.0
+            with pytest.raises(NotFinite, match=words) as error:
+                CodedMean(make_codec("bf16")).reduce(x, some)
+            # Two ranks add up everything both; of three, the second owns the element.
+            assert error.value.ranks == ((3, 5) if size == 2 and bad == 3e38 else (5,))
+            assert size == 2 or "rank 5" in str(error.value)
+
+    offbeat.Simulation(10, timeout=20).run(run)

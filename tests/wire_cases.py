@@ -72,7 +72,8 @@ class ThreadPeers:
     """Ranks that are threads of this process. Counts what it is handed, times the ranks each message goes to."""
 
     def __init__(self, rank: int, size: int, shared: dict[Any, Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self._shared, self._barrier = rank, size, shared, barrier
+        self.rank, self.size, self.ranks = rank, size, list(range(size))
+        self._shared, self._barrier = shared, barrier
         self.sent = self._turn = 0
 
     def _swap(self, mine: Any) -> list[Any]:

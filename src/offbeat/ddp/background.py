@@ -39,6 +39,11 @@ class Background:
         then = self._in_thread if buffer.device.type == "cpu" else self._on_stream
         return then(reduced, buffer, work, failed)
 
+    def settle(self) -> None:
+        """Wait until the thread has nothing left to do. Work on a stream comes before all that is launched later."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+
     def stop(self) -> None:
         """End the thread; it starts again when there is work."""
         if self._thread is not None:

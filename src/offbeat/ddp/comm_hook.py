@@ -15,6 +15,7 @@ from offbeat import _torch
 from offbeat.ddp.background import Background
 from offbeat.ddp.mean import DdpMean
 from offbeat.passes import current_pass, queue_callback
+from offbeat.wire.hooks import CodecState
 
 __all__ = ["CommHook", "Listener", "Reducer", "UserHook"]
 
@@ -73,6 +74,11 @@ class UserHook:
         """See :class:`Reducer`."""
         return self._hook(self._state, bucket)
 
+    def abort(self) -> None:
+        """Give up buckets that are on their way, if the hook is one that keeps them for a while."""
+        if isinstance(self._state, CodecState):
+            self._state.abort()
+
 
 class CommHook:
     """Reduces the buckets of a DDP module and hands them to listeners. Get one from :meth:`register`."""
@@ -83,7 +89,8 @@ class CommHook:
         self._reducer: Reducer | None = None
         self._listeners: list[weakref.ref[Listener]] = []
         self._background = Background()
-        self._error: BaseException | None = None
+        self._error: tuple[int, BaseException] | None = None  # and the pass that it belongs to
+        self._passes = 0  # that have begun
         self._pass, self._more = -1, 0  # of the last bucket that DDP called the first, and how many others it did
 
     @staticmethod
@@ -160,6 +167,14 @@ class CommHook:
         if not self.listeners:
             self._background.stop()
 
+    def settle(self) -> None:
+        """Wait until no bucket is on its way any more, after a backward pass that failed."""
+        if current_pass() != -1:
+            return  # a bucket may wait for others of the pass that is running
+        if isinstance(self._reducer, UserHook):
+            self._reducer.abort()
+        self._background.settle()
+
     def mean(self, bucket: Any) -> Future[Any]:
         """DDP's own mean of a bucket, for a reducer that leaves some buckets to it."""
         return self._mean.start(bucket, defer=False)[0]
@@ -174,6 +189,9 @@ class CommHook:
         # Under join(), a rank that has no more data reduces zeros outside of backward to keep the other ranks going.
         listeners = self.listeners if current_pass() != -1 else []
         index, ends_pass = self._number(bucket)
+        if index == 0:
+            self._passes, self._error = self._passes + 1, None
+        now = self._passes
         asked = [(listener, listener.bucket_filled(params, index)) for listener in listeners]
         if ends_pass and listeners:
             ends = [weakref.ref(listener) for listener in listeners]
@@ -198,9 +216,10 @@ class CommHook:
             return result
 
         def failed(error: BaseException) -> None:
-            self._error = error  # raised at the end of backward
-            for listener, _ in jobs:
-                listener.failed(error)
+            if now == self._passes:  # else of a pass that has failed already, and is over
+                self._error = (now, error)  # raised at the end of backward
+                for listener, _ in jobs:
+                    listener.failed(error)
             jobs.clear()
             views.clear()
 
@@ -221,13 +240,13 @@ class CommHook:
         return index, bucket.is_last()
 
     def _end_pass(self, listeners: list[weakref.ref[Listener]]) -> None:
-        error, self._error = self._error, None
+        found_error, self._error = self._error, None
         for listener in listeners:
             found = listener()
             if found is not None:
                 found.pass_ended()
-        if error is not None:
-            raise error
+        if found_error is not None and found_error[0] == self._passes:
+            raise found_error[1]
 
 
 def _offbeat_comm_hook(state: CommHook, bucket: Any) -> Future[Any]:

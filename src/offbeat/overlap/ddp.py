@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +23,7 @@ from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.source import Source, refuse_graph
 from offbeat.overlap.step import Step
 from offbeat.passes import current_pass, is_nested
+from offbeat.wire.hooks import CodecState
 
 __all__ = ["DdpSource", "check_ddp"]
 
@@ -34,8 +36,20 @@ def _refuse_manual_finalization(ddp: DistributedDataParallel) -> None:
         )
 
 
-def check_ddp(ddp: DistributedDataParallel, comm_hook: Any) -> None:
+def _check_group(ddp: DistributedDataParallel, comm_state: Any) -> None:
+    """Raise if a codec would average over ranks that do not belong to the module."""
+    if isinstance(comm_state, CodecState) and comm_state.process_group is None:
+        ranks, world = dist.get_process_group_ranks(ddp.process_group), dist.get_world_size()
+        if len(ranks) != world:
+            raise ValueError(
+                f"CodecState(process_group=None) averages over all {world} ranks, and this DistributedDataParallel "
+                f"module over ranks {ranks}; pass its process group to CodecState"
+            )
+
+
+def check_ddp(ddp: DistributedDataParallel, comm_hook: Any, comm_state: Any = None) -> None:
     """Raise if buckets of this module cannot be stepped, or not with this communication hook."""
+    _check_group(ddp, comm_state)
     if ddp.mixed_precision is not None:
         raise ValueError(
             "DistributedDataParallel(mixed_precision=) cannot be overlapped; use torch.autocast, or fully_shard with a "
@@ -233,6 +247,10 @@ class DdpSource(Source):
 
     def flush(self) -> None:
         """See :class:`Source`. DDP has waited for all buckets at the end of backward."""
+
+    def settle(self) -> None:
+        """See :class:`Source`."""
+        self._hook.settle()
 
     def begin_step(self) -> None:
         """See :class:`Source`."""

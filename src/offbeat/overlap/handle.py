@@ -95,7 +95,7 @@ def overlap(
     check_module(module, comm_hook)
     check_parameters(optimizer, module, scaler)
     if isinstance(module, DistributedDataParallel):
-        check_ddp(module, comm_hook)
+        check_ddp(module, comm_hook, comm_state)
     units = fsdp_units(module)
     clipping = None if clip_norm is None else Clipping(float(clip_norm), clip)
     inside = module.module if isinstance(module, DistributedDataParallel) else module
@@ -233,9 +233,12 @@ class Overlap:
     def reset(self) -> None:
         """Drop all gradients and begin a new step, after a backward pass that failed or was refused.
 
-        Parameters that have been updated stay as they are.
+        Parameters that have been updated stay as they are. Buckets of a ``DistributedDataParallel`` module that are
+        still on their way are waited for. DDP itself cannot go on after a backward pass that failed halfway: call
+        :meth:`remove` too, and wrap and overlap the module again.
         """
         step = self._alive()
+        self._source.settle()  # without the lock, which a bucket on its way needs
         with step.lock:
             step.reset(drop_gradients=True)
             self._source.begin_step()

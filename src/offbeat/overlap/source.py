@@ -45,6 +45,9 @@ class Source(ABC):
         """Called when parameters were added to the optimizer or removed from it, frozen or unfrozen."""
         self._arrivals.cover(self.step.parameters.all)
 
+    def settle(self) -> None:  # noqa: B027
+        """Wait until no bucket is being stepped in another thread."""
+
     def begin_step(self) -> None:
         """Called when gradients from here on belong to the next step."""
         self._pass = None

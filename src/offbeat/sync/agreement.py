@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,6 +72,11 @@ class Shares:
     def of(weights: Sequence[float], me: int, **more: Any) -> Shares:
         """Make the shares of rank ``me`` from the weights of all ranks."""
         total = sum(weights)
+        if not math.isfinite(total):
+            raise ValueError(
+                f"the weights of all ranks ({', '.join(map(str, weights))}) add up to {total}, and no rank would "
+                "count; pass seen() smaller units, such as batches instead of samples"
+            )
         if total == 0:
             return Shares(0.0, None, False, True, **more)
         counting = [w for w in weights if w > 0]

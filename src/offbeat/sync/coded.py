@@ -2,7 +2,8 @@ r"""A round whose differences from the anchor are encoded.
 
 Every rank sends :math:`C(w_i (a - x_i) + \lambda e_i)`, where :math:`C` encodes, :math:`w_i` is its weight and
 :math:`e_i` what encoding has lost so far (error feedback, with decay :math:`\lambda`). The decoded sum is the outer
-optimizer's pseudo-gradient, the same on every rank to the bit. The new :math:`e_i` is kept only after the vote.
+optimizer's pseudo-gradient, the same on every rank to the bit. The new :math:`e_i` is kept only after the vote. A rank
+of weight 0 keeps its :math:`e_i`, except that of the part of the sum that it owns, which it adds to that part.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Coded(CopyRound):
         super().__init__(track, step, done=done, now=now)
         assert track.codec is not None
         # What the owner of a sum loses in encoding it is fed back too.
-        self._mean = CodedMean(track.codec, return_sum_error=track.level.error_feedback is not None)
+        decay = track.level.error_feedback
+        self._mean = CodedMean(track.codec, return_sum_error=decay is not None, decay=1.0 if decay is None else decay)
         self._lost: Tensor | None = None
         self._lost_of: list[tuple[str, int]] = []
         self._flat: Tensor | None = None
@@ -80,7 +82,8 @@ class Coded(CopyRound):
         track, flat = self.track, self._flat
         assert flat is not None
         if self._buffers:
-            self._reduce_copy(shares, peers)
+            # As the codes are: the round then has the same bits over any backend, and in a simulation.
+            self._reduce_copy(shares, peers, ordered=True)
         decay = track.level.error_feedback
         lost = torch.zeros_like(flat) if decay is not None else None
         old = track.residual_for(self._lost_of)
@@ -88,13 +91,15 @@ class Coded(CopyRound):
             flat.mul_(shares.factor)
             if decay is not None and old is not None:
                 flat.add_(old, alpha=decay)
+        elif lost is not None and old is not None:
+            lost.copy_(old)  # it keeps what it has lost, but for the part of the sum that it owns
         size = max(ALIGN, track.exchange.bucket_bytes // 16 // ALIGN * ALIGN)
         for start in range(0, flat.numel(), size):
             piece = flat[start : start + size]
             left = None if lost is None else lost[start : start + size]
             self._mean.reduce(piece, peers, shares.factor, residual=left, out=piece)
             track.exchange.bytes_sent += self._mean.bytes_sent(piece.numel(), peers.size)
-        self._lost = lost if shares.factor or old is None else old
+        self._lost = lost
         self._vote()
 
     def _land(self, params: dict[str, Tensor]) -> None:

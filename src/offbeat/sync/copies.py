@@ -52,8 +52,12 @@ class CopyRound(Round):
                     taken.synchronize()
 
     @torch.no_grad()
-    def _reduce_copy(self, shares: Shares, peers: Peers) -> None:
-        """Replace the copy by its mean or, where that will be added, by its difference from the copy."""
+    def _reduce_copy(self, shares: Shares, peers: Peers, *, ordered: bool = False) -> None:
+        """Replace the copy by its mean or, where that will be added, by its difference from the copy.
+
+        Args:
+            ordered: sum in rank order, also if the level does not.
+        """
         track = self.track
         buckets: list[Bucket] = []
         as_difference: dict[int, bool] = {}
@@ -72,7 +76,7 @@ class CopyRound(Round):
             else:
                 piece.copy_(reduced)
 
-        track.exchange.reduce(buckets, peers, shares, commit)
+        track.exchange.reduce(buckets, peers, shares, commit, ordered=ordered)
         for stream in self._streams.values():
             stream.synchronize()
 

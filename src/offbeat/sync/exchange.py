@@ -103,6 +103,7 @@ class Exchange:
         commit: Callable[[Bucket, Tensor, bool], None],
         *,
         before_any: Callable[[], None] | None = None,
+        ordered: bool = False,
     ) -> None:
         """Reduce the buckets in order, and call ``commit(bucket, result, last)`` for each of them.
 
@@ -111,6 +112,7 @@ class Exchange:
         Args:
             before_any: called when all buckets are reduced, before the first is committed; there must be no more
                 buckets than slots.
+            ordered: sum these in rank order, also if this object does not otherwise.
         """
         assert not shares.nobody, "a mean needs at least one rank with a weight"
         ranks = peers.size
@@ -131,7 +133,7 @@ class Exchange:
                     land()
                 flat = self._slots.get(index % slots, bucket.size, bucket.dtype, bucket.device)
                 _fill(bucket, flat, shares)
-                work = ordered_sum(peers, flat) if self.ordered else peers.all_reduce(flat)
+                work = ordered_sum(peers, flat) if self.ordered or ordered else peers.all_reduce(flat)
                 on_the_way.append((bucket, flat, work))
                 self.bytes_sent += 2 * (ranks - 1) * flat.numel() * flat.itemsize // ranks
             if before_any is not None:

@@ -31,8 +31,8 @@ class CodedMean:
     It is a mean when the caller scales the values by each rank's share first: ``x * (1 / size)``, or by tokens.
 
     **Not finite.** A rank whose values hold NaN or infinity still takes part, with a mark in place of codes. Every rank
-    then raises :class:`NotFinite` with the numbers of these ranks, and none waits for another. The same holds if the
-    sum overflows.
+    then raises :class:`NotFinite` with the (global) numbers of these ranks, and none waits for another. The same holds
+    if the sum overflows.
 
     Buffers for messages are kept for the next reduction. One object may run several at the same time.
 
@@ -41,10 +41,14 @@ class CodedMean:
         return_sum_error: with three or more ranks, add what is lost in encoding a sum to the ``residual`` of the rank
             that owns it, so that error feedback makes up for this loss too. By default a residual holds only what the
             rank lost in encoding its own values.
+        decay: the part of a residual that is fed back, from above 0 to 1. The caller applies it to its own values; here
+            it is for sums that a rank of weight 0 owns, see ``residual`` of :meth:`reduce`.
     """
 
-    def __init__(self, codec: Codec, *, return_sum_error: bool = False) -> None:
-        self.codec, self.return_sum_error = codec, return_sum_error
+    def __init__(self, codec: Codec, *, return_sum_error: bool = False, decay: float = 1.0) -> None:
+        if not 0 < decay <= 1:
+            raise ValueError(f"the decay {decay} of error feedback must be above 0 and at most 1")
+        self.codec, self.return_sum_error, self.decay = codec, return_sum_error, float(decay)
         self._scratch = Scratch()
 
     def bytes_sent(self, numel: int, size: int) -> int:
@@ -70,13 +74,17 @@ class CodedMean:
             x: this rank's values, already scaled by ``weight``: flat, contiguous, float32, of one size on all ranks.
             peers: the ranks.
             weight: this rank's share. It is not applied here. With 0 the rank is left out of the sum: its ``x`` is not
-                read and may hold anything, and its ``residual`` is not written.
+                read and may hold anything.
             residual: is set to what encoding ``x`` lost. May be ``x``. Keep it only if this does not raise: then it is
-                unchanged on the ranks named in the error and may have changed on others.
+                unchanged on the ranks named in the error and may have changed on others. With ``weight=0`` nothing of
+                ``x`` is lost, and it is unchanged, but for one thing: with ``return_sum_error`` and three or more
+                ranks, ``decay`` times the part that this rank owns is added to the sum that it encodes, and replaced
+                by what that loses. It must hold what was lost before, then.
             out: where to put the sum; may be ``x``, if ``residual`` is not. A new tensor by default.
 
         Raises:
             NotFinite: on every rank; see the class.
+            ValueError: a tensor has another dtype, layout, device or size than it must have.
         """
         steps = self.steps(x, peers, weight, residual, out)
         while True:
@@ -102,13 +110,17 @@ class CodedMean:
         """
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"weight={weight} must be a finite number that is not negative")
+        # Before anything is read: kernels get addresses, and would read other numbers than those of x.
+        for label, tensor in (("x", x), ("residual", residual), ("out", out)):
+            if tensor is not None:
+                _check(label, tensor, x)
         out = torch.empty_like(x) if out is None else out
         if residual is not None and residual.data_ptr() == out.data_ptr() and x.numel():
             raise ValueError("residual and out are the same tensor, and each would overwrite the other")
         if weight and peers.size > 1:
             yield from self._exchange(x, peers, True, residual, out)
         elif peers.size > 1:
-            yield from self._exchange(x, peers, False, None, out)
+            yield from self._exchange(x, peers, False, residual, out)
         elif weight:
             data = self._scratch.take(self.codec.encoded_bytes(x.numel()), x.device)
             self.codec.encode(x, data, residual)
@@ -135,10 +147,10 @@ class CodedMean:
         both = self._scratch.take(2 * mine.numel(), x.device)
         yield peers.all_gather(both, mine)
         messages = list(both.view(2, -1))
-        self._sum(messages, out)
+        self._sum(messages, out, peers)
         self._scratch.give(mine, both)
         if not all_finite(out):  # on both ranks alike
-            raise NotFinite(_OVERFLOW.format("all"), (0, 1))
+            raise NotFinite(_OVERFLOW.format("all"), peers.ranks)
 
     def _through_owners(
         self, x: Tensor, peers: Peers, status: int, residual: Tensor | None, out: Tensor
@@ -153,19 +165,24 @@ class CodedMean:
         splits = [length if other != rank else 0 for other in range(size)]
         yield peers.all_to_all(got, sent, splits, splits)
         total = torch.empty_like(x[parts[rank]])
-        self._sum(_with(own, rank, got), total)
+        self._sum(_with(own, rank, got), total, peers)
 
-        rest = total if residual is not None and self.return_sum_error else None
+        kept = residual[parts[rank]] if residual is not None and self.return_sum_error else None
+        if kept is not None and status == _ABSENT:
+            total.add_(kept, alpha=self.decay)  # a rank that is there has added it to its own values
+        rest = None if kept is None else total
         self._write(own, _HERE if all_finite(total) else _BAD, total, rest)
         everyone = self._scratch.take(size * length, x.device)
         yield peers.all_gather(everyone, own)
         sums = list(everyone.view(size, -1))
-        if overflowed := _ranks_with(_BAD, sums):
-            raise NotFinite(_OVERFLOW.format(f"the part that {_name(overflowed)} adds up"), overflowed)
+        if overflowed := [peers.ranks[i] for i in _ranks_with(_BAD, sums)]:
+            raise NotFinite(_OVERFLOW.format(f"the part that is added up on {_name(overflowed)}"), overflowed)
         for owner, message in enumerate(sums):
             self.codec.decode(self._codes(message, out[parts[owner]]), out[parts[owner]])
-        if rest is not None and residual is not None:
-            residual[parts[rank]] += rest
+        if kept is not None and status == _ABSENT:
+            kept.copy_(total)
+        elif kept is not None:
+            kept.add_(total)
         # Only now: buffers of an exchange that failed may still be written to.
         self._scratch.give(sent, got, own, everyone)
 
@@ -180,9 +197,9 @@ class CodedMean:
             codes.zero_()
             message[0] = status
 
-    def _sum(self, messages: Sequence[Tensor], out: Tensor) -> None:
+    def _sum(self, messages: Sequence[Tensor], out: Tensor, peers: Peers) -> None:
         """Add up the messages in order. Raises :class:`NotFinite` if one is marked so."""
-        if bad := _ranks_with(_BAD, messages):
+        if bad := [peers.ranks[i] for i in _ranks_with(_BAD, messages)]:
             raise NotFinite(
                 f"the values of {_name(bad)} are NaN or infinite, and nothing was reduced; look for the overflow that "
                 "made them, or give these ranks the weight 0 in this exchange",
@@ -205,6 +222,19 @@ class CodedMean:
 
 
 _OVERFLOW = "the sum over ranks of {} is beyond float32, and nothing was reduced; scale the values down first"
+
+
+def _check(label: str, tensor: Tensor, x: Tensor) -> None:
+    if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{label} is a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}, and "
+            f"must be flat, contiguous and float32; pass {label}.float().flatten(), and copy the result back"
+        )
+    if tensor.device != x.device or tensor.numel() != x.numel():
+        raise ValueError(
+            f"{label} has {tensor.numel()} elements on {tensor.device}, and x has {x.numel()} on {x.device}; make it "
+            "with torch.empty_like(x)"
+        )
 
 
 def _with(own: Tensor, rank: int, others: Tensor) -> list[Tensor]:

@@ -7,20 +7,24 @@ backward and in the same order on all ranks, so that no two ranks can wait for d
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Literal
+import math
+import warnings
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
 from offbeat._types import Group
-from offbeat.wire.base import Codec, NotFinite
+from offbeat.passes import current_pass
+from offbeat.wire.base import Codec
 from offbeat.wire.codec import CodecName, make_codec
 from offbeat.wire.coded import CodedMean
 from offbeat.wire.feedback import ErrorFeedback
 from offbeat.wire.groups import members, whole
-from offbeat.wire.peers import GroupPeers, Work
+from offbeat.wire.hook_pass import BucketPass, Lost
+from offbeat.wire.peers import GroupPeers
 
 if TYPE_CHECKING:
     from offbeat._torch import GradBucket
@@ -36,19 +40,30 @@ class CodecState:
             ``TopK(0.03)``.
         process_group: the group of the DDP module; the default group by default.
         error_feedback: the decay of what encoding loses, which is added to the next gradient. 1 keeps it whole, and
-            None drops it. Takes as much memory as the gradients in float32.
+            None drops it. Takes as much memory as the gradients in float32, and during backward twice as much: what was
+            lost before is replaced only when all buckets of the pass have been averaged and all were finite.
         not_finite: what to do about NaN and infinity. ``"raise"`` raises :class:`NotFinite` at the end of backward on
             every rank (without :func:`offbeat.overlap`, DDP makes it a RuntimeError whose message contains this one).
             ``"nan"`` fills the bucket with NaN on every rank, for :class:`torch.amp.GradScaler` to skip the step
             on all.
+        scaler: the :class:`torch.amp.GradScaler` that scales the loss. What encoding loses is scaled as the loss is,
+            and is scaled anew when the scaler changes its scale. Needed for ``error_feedback`` with
+            ``not_finite="nan"``; pass ``GradScaler(enabled=False)`` if the loss is not scaled.
+
+    Raises:
+        ValueError: an argument is not one of those above, or ``error_feedback`` needs ``scaler``.
 
     Example:
         >>> import offbeat
         >>> offbeat.CodecState("int4", error_feedback=1.0).codec
         <codec int4>
 
+    A deep copy, as :class:`torch.optim.swa_utils.AveragedModel` makes one of a DDP module, has the same options and has
+    lost nothing yet. So has one that was saved and loaded; it has no process group.
+
     Limits: with ``error_feedback``, residuals belong to the layout of DDP's buckets. DDP changes it once, after the
-    first backward pass, and residuals start again from zero then. They are not part of a checkpoint.
+    first backward pass, and residuals start again from zero then. They are not part of a checkpoint. Gradients are
+    encoded as float32: those in float64 that are beyond its range count as infinite. Sparse gradients raise ValueError.
     """
 
     def __init__(
@@ -57,88 +72,131 @@ class CodecState:
         process_group: Group | None = None,
         error_feedback: float | None = None,
         not_finite: Literal["raise", "nan"] = "raise",
+        scaler: GradScaler | None = None,
     ) -> None:
         made = make_codec(codec)
         if made is None:
             raise ValueError("codec=None leaves nothing for codec_hook to do; register no hook, or name a codec")
         if not_finite not in ("raise", "nan"):
             raise ValueError(f"not_finite={not_finite!r} must be 'raise' or 'nan'")
-        self.codec, self.process_group, self.not_finite = made, process_group, not_finite
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            raise ValueError(f"scaler={scaler!r} must be a torch.amp.GradScaler")
+        if error_feedback is not None and not_finite == "nan" and scaler is None:
+            raise ValueError(
+                "error_feedback with not_finite='nan' needs scaler=: what encoding loses is scaled as the loss is, and "
+                "must be scaled anew when the scale changes; pass the GradScaler that scales the loss, or "
+                "GradScaler(enabled=False) if none does"
+            )
+        self.codec, self.process_group, self.not_finite, self.scaler = made, process_group, not_finite, scaler
         self.feedback = None if error_feedback is None else ErrorFeedback(error_feedback)
-        self._mean = CodedMean(made, return_sum_error=self.feedback is not None)
-        self._residuals: dict[int, tuple[tuple[int, ...], Tensor]] = {}
-        self._running: list[_Bucket] = []
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._mean = CodedMean(self.codec, return_sum_error=self.feedback is not None)
+        self._residuals: Lost = {}
+        self._scale = 1.0  # of the residuals
+        self._pass: BucketPass | None = None
+        self._task, self._more = -1, 0  # of the last bucket that DDP called the first, and how many others it did
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         """Called by DDP when a bucket is full."""
-        if bucket.index() == 0:
-            self._running.clear()  # of a backward pass that failed
+        number, is_last = self._number(bucket)
+        if number == 0:
+            self._begin_pass()
+        now = self._pass
+        assert now is not None, "DDP begins with bucket 0"
         try:
-            # Older buckets first: the collective they start next was due before this one's first.
-            self._running = [one for one in self._running if not one.advance()]
-            new = _Bucket(self, bucket)
-            if not new.is_done:
-                self._running.append(new)
-            while bucket.is_last() and self._running:
-                self._running = [one for one in self._running if not one.advance()]
-        except BaseException:
-            self._running.clear()
+            now.watch()
+            now.advance()
+            future = self._start(now, bucket, number)
+            if is_last:
+                now.drain()
+                if not self._more:  # else nobody knows whether another follows, and the next pass does it
+                    self._keep(now)
+        except BaseException as error:
+            now.abort(error)
             raise
-        return new.future
+        return future
+
+    def abort(self) -> None:
+        """Give up the buckets that are on their way, after a backward pass that failed: their futures fail."""
+        if self._pass is not None:
+            self._pass.abort()
 
     def residual(self, bucket: GradBucket) -> Tensor | None:
         """What encoding lost of this bucket in the last backward pass."""
-        layout, residual = self._residuals.get(bucket.index(), ((), None))
-        return residual if layout == _layout(bucket) else None
+        return self._residual(bucket.index(), _layout(bucket))
 
-    def keep(self, bucket: GradBucket, residual: Tensor) -> None:
-        """Set the :meth:`residual` of a ``bucket``."""
-        self._residuals[bucket.index()] = (_layout(bucket), residual)
+    def _residual(self, number: int, layout: tuple[int, ...]) -> Tensor | None:
+        found, residual = self._residuals.get(number, ((), None))
+        return residual if found == layout else None
 
+    def _number(self, bucket: GradBucket) -> tuple[int, bool]:
+        """The number of a bucket in this backward pass, and whether no other may follow.
 
-class _Bucket:
-    """One bucket on its way."""
+        In the first pass of a static graph DDP reduces all buckets (one for each dtype) at the end of backward, calls
+        each of them number 0, and none of them the last; then it waits for all.
+        """
+        now, index = current_pass(), bucket.index()
+        if index == 0 and now != -1 and now == self._task and self._pass is not None:
+            self._more += 1
+            return self._more, True
+        if index == 0:
+            self._task, self._more = now, 0
+        return index, bucket.is_last()
 
-    def __init__(self, state: CodecState, bucket: GradBucket) -> None:
-        self._state, self._bucket = state, bucket
-        self._buffer: Tensor = bucket.buffer()
-        device = self._buffer.device
-        self.future: Future[Tensor] = Future(devices=[device]) if device.type == "cuda" else Future()
-        self.is_done = False
-        group = whole(state.process_group)
+    def _begin_pass(self) -> None:
+        if self._pass is not None:
+            self._pass.abort()  # if its backward pass has failed
+            self._keep(self._pass)
+        scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
+        self._pass = BucketPass(self._mean, self.not_finite, scale)
+
+    def _start(self, now: BucketPass, bucket: GradBucket, number: int) -> Future[Tensor]:
+        buffer: Tensor = bucket.buffer()
+        if buffer.layout != torch.strided:
+            raise ValueError(
+                "codec_hook cannot encode sparse gradients; make the layer with sparse=False, or use another "
+                "communication hook"
+            )
+        group, layout = whole(self.process_group), _layout(bucket)
         peers = GroupPeers(group, members(group))
-        values = self._buffer if self._buffer.dtype == torch.float32 else self._buffer.to(torch.float32)
+        values = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
         values.div_(peers.size)
-        self._sum, self._pending = values, None
-        if state.feedback is not None:
-            self._pending = state.feedback.correct(values, state.residual(bucket))
-            values = self._pending
-        self._steps: Generator[Work, None, Tensor] = state._mean.steps(values, peers, 1.0, self._pending, self._sum)
-        self._work: Work | None = None
-        self.advance()
+        pending = None
+        if self.feedback is not None:
+            residual = self._residual(number, layout)
+            if residual is not None and now.scale != self._scale:
+                change = now.scale / self._scale if self._scale else math.inf
+                residual = residual * change if math.isfinite(change) else None
+            pending = self.feedback.correct(values, residual)
+        return now.start(buffer, number, layout, peers, values, pending)
 
-    def advance(self) -> bool:
-        """Wait for the collective under way and start the next. Returns whether there is none."""
-        try:
-            if self._work is not None:
-                self._work.wait()
-            self._work = next(self._steps)
-            return False
-        except StopIteration:
-            if self._pending is not None:
-                self._state.keep(self._bucket, self._pending)
-        except NotFinite as error:
-            self.is_done = True
-            if self._state.not_finite == "raise":
-                # DDP raises it at the end of backward. An exception here would leave DDP in the middle of a pass.
-                self.future.set_exception(error)  # type: ignore[arg-type]
-                return True
-            self._sum.fill_(float("nan"))
-        if self._sum is not self._buffer:
-            self._buffer.copy_(self._sum)
-        self.is_done = True
-        self.future.set_result(self._buffer)
-        return True
+    def _keep(self, now: BucketPass) -> None:
+        """Take over what a pass has lost: of all of its buckets, or of none if any gradient is thrown away."""
+        if self.feedback is not None and now.is_complete and now.is_sound:
+            self._residuals, self._scale = dict(now.lost), now.scale
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodecState:
+        found = type(self).__new__(type(self))
+        found.__dict__.update(self.__dict__)  # a process group, a scaler and a codec are not copied
+        found._begin_anew()
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not None:
+            warnings.warn(
+                "a process group cannot be saved, and a CodecState that is loaded has none, which means all ranks; set "
+                "its process_group",
+                stacklevel=2,
+            )
+        own = ("process_group", "_mean", "_residuals", "_scale", "_pass", "_task", "_more")
+        return {key: value for key, value in self.__dict__.items() if key not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.process_group = None
+        self._begin_anew()
 
 
 def _layout(bucket: GradBucket) -> tuple[int, ...]:

@@ -52,6 +52,9 @@ class Peers(Protocol):
         ranks: their global ranks.
         device: a device whose tensors can be exchanged, preferably the CPU.
         group: the process group, if there is one.
+        bytes_sent: the bytes that this rank has handed to its collectives for others: for an all-reduce of :math:`n`
+            ranks :math:`2 (n-1)/n` times the tensor, as in a ring; for an all-gather, and on the root of a broadcast,
+            :math:`n-1` times; for an all-to-all what goes to others.
     """
 
     @property
@@ -64,6 +67,8 @@ class Peers(Protocol):
     def device(self) -> torch.device: ...  # noqa: D102
     @property
     def group(self) -> Any: ...  # noqa: D102
+    @property
+    def bytes_sent(self) -> int: ...  # noqa: D102
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:
         """Replace the tensor by the sum (or ``"max"``, ``"min"``) over all peers."""
@@ -113,6 +118,9 @@ class GroupPeers:
         name: what its connections are called in the store that ranks meet in; None if they cannot be made anew.
         timeout: how long a collective may take.
         quiet: whether the threads of new connections should not preempt training.
+
+    Attributes:
+        bytes_sent: the bytes that this rank has handed to its collectives for others; see :class:`Peers`.
     """
 
     def __init__(
@@ -129,6 +137,7 @@ class GroupPeers:
         self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
         self._name, self._deadline, self._quiet = name, timeout, quiet
         self._splits = itertools.count()
+        self.bytes_sent = 0
 
     @property
     def device(self) -> torch.device:
@@ -147,24 +156,27 @@ class GroupPeers:
         """Replace the tensor by the sum (or ``"max"``, ``"min"``) over all peers."""
         options = self._timed(dist.AllreduceOptions())
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}[op]
-        return self._start(lambda group: group.allreduce([tensor], options))
+        sent = 2 * (self.size - 1) * tensor.nbytes // self.size
+        return self._start(lambda group: group.allreduce([tensor], options), sent)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Work:
         """Collect the flat tensors of all peers in ``out``, one after the other."""
         parts = list(out.view(self.size, -1).unbind())
         options = self._timed(AllgatherOptions())
-        return self._start(lambda group: group.allgather([parts], [mine], options))
+        return self._start(lambda group: group.allgather([parts], [mine], options), (self.size - 1) * mine.nbytes)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: list[int], in_splits: list[int]) -> Work:
         """Send the parts of a flat tensor to the peers, and receive theirs. Splits are numbers of elements."""
         options = self._timed(dist.AllToAllOptions())
-        return self._start(lambda group: group.alltoall_base(out, mine, out_splits, in_splits, options))
+        sent = (mine.numel() - in_splits[self.rank]) * mine.itemsize
+        return self._start(lambda group: group.alltoall_base(out, mine, out_splits, in_splits, options), sent)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Replace the tensor by that of the peer at position ``root``."""
         options = self._timed(dist.BroadcastOptions())
         options.rootRank, options.rootTensor = root, 0
-        return self._start(lambda group: group.broadcast([tensor], options))
+        sent = (self.size - 1) * tensor.nbytes if self.rank == root else 0
+        return self._start(lambda group: group.broadcast([tensor], options), sent)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Collect a picklable object from every peer. Blocks."""
@@ -231,15 +243,17 @@ class GroupPeers:
             options.timeout = self._deadline
         return options
 
-    def _start(self, begin: Callable[[Any], Any]) -> Work:
+    def _start(self, begin: Callable[[Any], Any], sent: int) -> Work:
         group = self.group
         if group is None:
             raise ExchangeError("the connection was closed after an exchange that failed")
         try:
-            return _Pending(self, begin(group))
+            work = _Pending(self, begin(group))
         except RuntimeError as error:
             self.close()
             raise ExchangeError(f"a collective between ranks {self.ranks} could not be started: {error}") from error
+        self.bytes_sent += sent
+        return work
 
 
 class _Pending:

@@ -6,6 +6,7 @@ New memory of the operating system costs a page fault for each 4 KB, which takes
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,9 @@ class Scratch:
                     whole = torch.empty(0, dtype=torch.uint8).set_(one.untyped_storage())
                     self._free.append(whole)
             del self._free[:-KEPT]
+
+    def __reduce__(self) -> Any:
+        return Scratch, ()  # a copy has buffers of its own
 
     def clear(self) -> None:
         """Free the memory."""

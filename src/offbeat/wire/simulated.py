@@ -1,12 +1,14 @@
 """Many replicas in one process: each runs the production code in a thread, over a network that is simulated.
 
 Sums are taken in rank order, so results do not depend on timing. Every transfer also takes simulated time, by the
-bandwidth and the latency of a link that each rank has to all others.
+bandwidth and the latency of a link that each rank has to all others. A collective that fails closes the connection, as
+with real processes, and a later exchange makes a new one.
 """
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -15,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from offbeat.wire.network import Connection, Network
 from offbeat.wire.peers import ExchangeError, Work
 
 __all__ = ["SimulatedPeers", "Simulation"]
@@ -34,7 +37,7 @@ class Simulation:
 
     Attributes:
         seconds: by rank, how long its link has been busy, in simulated seconds.
-        bytes_sent: by rank, how many bytes it has sent.
+        bytes_sent: by rank, how many bytes it has sent. Objects count as they are pickled.
 
     Example:
         >>> import torch
@@ -45,6 +48,8 @@ class Simulation:
         ...     return mine.item()
         >>> Simulation(3).run(replica)
         [3.0, 3.0, 3.0]
+
+    Ranks that call different collectives at the same time get an error, each of them.
     """
 
     def __init__(
@@ -61,10 +66,7 @@ class Simulation:
         self.size, self.bandwidth, self.latency, self.timeout = size, bandwidth, latency, timeout
         self.seconds = [0.0] * size
         self.bytes_sent = [0] * size
-        self._posted: dict[Any, dict[int, Any]] = {}
-        self._taken: dict[Any, int] = {}
-        self._arrival = threading.Condition()
-        self._failed = False
+        self.network = Network(self)  # for SimulatedPeers
         self._runs = itertools.count()
 
     def run(
@@ -91,16 +93,14 @@ class Simulation:
         errors: list[BaseException] = []
         # What a run before this one has left behind, because it failed or went on in the background, is not for this.
         name = str(next(self._runs))
-        self._failed = False
+        self.network.failed = False
 
         def main(rank: int) -> None:
             try:
                 results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size), name), *args, **kwargs)
             except BaseException as error:
                 errors.append(error)
-                with self._arrival:
-                    self._failed = True
-                    self._arrival.notify_all()
+                self.network.fail()
 
         threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
@@ -111,55 +111,24 @@ class Simulation:
             raise errors[0]
         return results
 
-    def post(self, key: Any, rank: int, value: Any, sent: int) -> None:
-        """Hand in one rank's part of a collective. Called by :class:`SimulatedPeers`.
-
-        Args:
-            key: which collective it is; the same on every rank.
-            rank: whose part it is.
-            value: the part.
-            sent: how many bytes this rank sends for it.
-        """
-        with self._arrival:
-            self._posted.setdefault(key, {})[rank] = value
-            self.bytes_sent[rank] += sent
-            self.seconds[rank] += self.latency + (sent / self.bandwidth if self.bandwidth else 0.0)
-            self._arrival.notify_all()
-
-    def collect(self, key: Any, ranks: Sequence[int]) -> list[Any]:
-        """Wait for the parts of all ranks. Called by :class:`SimulatedPeers`.
-
-        Args:
-            key: which collective it is.
-            ranks: the ranks that take part.
-
-        Returns:
-            The parts, in the order of ``ranks``.
-        """
-        with self._arrival:
-            there = self._arrival.wait_for(
-                lambda: self._failed or len(self._posted.get(key, ())) == len(ranks), self.timeout
-            )
-            if self._failed or not there:
-                why = "another rank failed" if self._failed else f"not all ranks came within {self.timeout} s"
-                raise ExchangeError(f"a simulated collective between ranks {list(ranks)} failed: {why}")
-            parts = [self._posted[key][rank] for rank in ranks]
-            self._taken[key] = self._taken.get(key, 0) + 1
-            if self._taken[key] == len(ranks):
-                del self._posted[key], self._taken[key]
-            return parts
-
 
 class SimulatedPeers:
-    """Some ranks of a :class:`Simulation`, as one of them sees them. See :class:`offbeat.wire.peers.Peers`."""
+    """Some ranks of a :class:`Simulation`, as one of them sees them. See :class:`offbeat.wire.peers.Peers`.
+
+    Attributes:
+        bytes_sent: the bytes that this rank has handed to these peers' collectives for others.
+    """
 
     def __init__(self, simulation: Simulation, me: int, ranks: Sequence[int], name: str = "") -> None:
         self.simulation = simulation
         self.ranks = list(ranks)
         self.rank, self.size = self.ranks.index(me), len(self.ranks)
         self.group: Any = None
+        self.bytes_sent = 0
         self._me, self._name = me, name
         self._turns, self._splits = itertools.count(), itertools.count()
+        self._connection: Connection = (name, tuple(self.ranks))
+        self._is_open = True
 
     @property
     def device(self) -> torch.device:
@@ -180,27 +149,35 @@ class SimulatedPeers:
                 two(total, part, out=total)
             tensor.copy_(total)
 
-        return self._post(tensor.clone(), finish, 2 * (self.size - 1) * tensor.nbytes // self.size)
+        sent = 2 * (self.size - 1) * tensor.nbytes // self.size
+        return self._post(("all_reduce", op, tensor.dtype, tensor.numel()), tensor.clone(), finish, sent)
 
     def all_gather(self, out: Tensor, mine: Tensor) -> Work:
         """Collect the flat tensors of all peers in ``out``, one after the other."""
-        return self._post(mine.clone(), lambda parts: torch.cat(parts, out=out), (self.size - 1) * mine.nbytes)
+        what = ("all_gather", mine.dtype, mine.numel())
+        return self._post(what, mine.clone(), lambda parts: torch.cat(parts, out=out), (self.size - 1) * mine.nbytes)
 
     def all_to_all(self, out: Tensor, mine: Tensor, out_splits: list[int], in_splits: list[int]) -> Work:
         """Send the parts of a flat tensor to the peers, and receive theirs. Splits are numbers of elements."""
         pieces = list(torch.split(mine.clone(), in_splits))
         sent = mine.nbytes - pieces[self.rank].nbytes
-        return self._post(pieces, lambda parts: torch.cat([part[self.rank] for part in parts], out=out), sent)
+
+        def finish(parts: list[Any]) -> None:
+            torch.cat([part[self.rank] for part in parts], out=out)
+
+        return self._post(("all_to_all", mine.dtype), pieces, finish, sent, (list(in_splits), list(out_splits)))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
         """Replace the tensor by that of the peer at position ``root``."""
         sent = (self.size - 1) * tensor.nbytes if self.rank == root else 0
-        return self._post(tensor.clone(), lambda parts: tensor.copy_(parts[root]), sent)
+        what = ("broadcast", f"from rank {self.ranks[root]}", tensor.dtype, tensor.numel())
+        return self._post(what, tensor.clone(), lambda parts: tensor.copy_(parts[root]), sent)
 
     def gather_objects(self, mine: Any) -> list[Any]:
         """Collect an object from every peer. Blocks."""
         found: list[Any] = []
-        self._post(mine, found.extend, 0).wait()
+        sent = (self.size - 1) * len(pickle.dumps(mine)) if self.size > 1 else 0
+        self._post(("gather_objects",), mine, found.extend, sent).wait()
         return found
 
     def split(self, ranks: Sequence[int], timeout: timedelta | None = None) -> SimulatedPeers:
@@ -209,26 +186,84 @@ class SimulatedPeers:
         return SimulatedPeers(self.simulation, self._me, ranks, name)
 
     def renew_if_lost(self, meeting: str) -> None:
-        """Nothing to connect."""
+        """Connect again if the connection was closed, under a name that all peers agree on."""
+        if not self._is_open:
+            connection = self._connection_of(meeting)
+            self.simulation.network.meet(connection, self._me)
+            self._connection, self._turns, self._is_open = connection, itertools.count(), True
 
     def give_up(self, meeting: str) -> None:
-        """Nobody comes late."""
+        """Tell peers that are still to come not to wait."""
+        self.simulation.network.give_up(self._connection_of(meeting))
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Close this rank's connection: collectives of the others fail instead of waiting for it."""
+        self._close(self._connection)
 
-    def _post(self, value: Any, finish: Callable[[list[Any]], Any], sent: int) -> Work:
-        key = (self._name, tuple(self.ranks), next(self._turns))
-        self.simulation.post(key, self._me, _Part(value), sent)
-        return _Arrival(lambda: finish([part.take() for part in self.simulation.collect(key, self.ranks)]))
+    def _connection_of(self, meeting: str) -> Connection:
+        return f"{self._name}/{meeting}", tuple(self.ranks)
+
+    def _close(self, connection: Connection) -> None:
+        if self._connection == connection:  # else it is an older one, and has been replaced
+            self._is_open = False
+        self.simulation.network.break_off(connection)
+
+    def _post(
+        self,
+        what: tuple[Any, ...],
+        value: Any,
+        finish: Callable[[list[Any]], Any],
+        sent: int,
+        splits: tuple[list[int], list[int]] | None = None,
+    ) -> Work:
+        if self.size == 1:
+            return _Arrival(lambda: finish([value]))
+        if not self._is_open:
+            raise ExchangeError("the connection was closed after an exchange that failed")
+        connection, turn = self._connection, next(self._turns)
+
+        def wait() -> None:
+            try:
+                parts = self.simulation.network.collect(connection, turn)
+                _check_same([part.what for part in parts], [part.splits for part in parts], self.ranks)
+            except ExchangeError:
+                self._close(connection)
+                raise
+            finish([part.take() for part in parts])
+
+        try:
+            self.simulation.network.post(connection, turn, self._me, _Part(what, value, splits), sent)
+        except ExchangeError:
+            self._close(connection)
+            raise
+        self.bytes_sent += sent
+        return _Arrival(wait)
+
+
+def _check_same(calls: list[tuple[Any, ...]], splits: list[Any], ranks: Sequence[int]) -> None:
+    """Raise on every rank unless all have called the same collective."""
+    if all(call == calls[0] for call in calls):
+        if splits[0] is None or list(zip(*(one for one, _ in splits), strict=True)) == [
+            tuple(one) for _, one in splits
+        ]:
+            return
+        calls = [(*call, "sends", sent, "expects", got) for call, (sent, got) in zip(calls, splits, strict=True)]
+    where = "; ".join(f"rank {r}: {' '.join(map(str, call))}" for r, call in zip(ranks, calls, strict=True))
+    raise ExchangeError(
+        f"ranks have called collectives that do not fit together ({where}); call the same ones with tensors of the "
+        "same dtype and size, in the same order, on every rank"
+    )
 
 
 class _Part:
-    """What a rank hands in. On a GPU other ranks' streams wait until its own has written it: ranks exchange in the
-    background on streams of their own, which have no order."""
+    """What a rank hands in, and which collective it has called.
 
-    def __init__(self, value: Any) -> None:
-        self._value = value
+    On a GPU other ranks' streams wait until its own has written it: ranks exchange in the background on streams of
+    their own, which have no order.
+    """
+
+    def __init__(self, what: tuple[Any, ...], value: Any, splits: tuple[list[int], list[int]] | None) -> None:
+        self.what, self.splits, self._value = what, splits, value
         tensors = value if isinstance(value, list) else [value]
         self._on_gpu = [t for t in tensors if isinstance(t, Tensor) and t.is_cuda]
         self._written = [torch.cuda.current_stream(t.device).record_event() for t in self._on_gpu[:1]]
