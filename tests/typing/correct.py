@@ -97,7 +97,7 @@ def overlap(model: nn.Module, ddp: DistributedDataParallel) -> None:
     scaler = torch.amp.GradScaler("cpu")  # pyright: ignore[reportPrivateImportUsage]
     offbeat.overlap(optimizer, model, scaler=scaler, accumulate=lambda: False)
     offbeat.overlap(optimizer, ddp, comm_hook=fp16_compress_hook)
-    state = offbeat.CodecState("int8", error_feedback=1.0, not_finite="nan")
+    state = offbeat.CodecState("int8", error_feedback=1.0, not_finite="nan", scaler=torch.amp.GradScaler(enabled=False))
     offbeat.overlap(optimizer, ddp, comm_hook=offbeat.codec_hook, comm_state=state)
     owners = offbeat.reduce_to_owners(offbeat.Muon(model.parameters()), ddp, exact=True)
     assert_type(owners, offbeat.ReducedToOwners)
