@@ -913,6 +913,28 @@ def test_a_checkpoint_is_not_written_to_after_loading():
     offbeat.Simulation(1).run(replica)
 
 
+def test_checkpoints_of_before_load():
+    def replica(rank: int, peers: Any) -> bool:
+        def diloco_of(model: Any) -> Any:
+            return offbeat.DiLoCo(adamw(model.parameters()), model, every=3, delay=2, group=peers, subgroup=None)
+
+        model = make()
+        diloco = diloco_of(model)
+        train(model, diloco, range(4), rank)
+        saved = copy.deepcopy(diloco.state_dict())
+        (mine,) = saved["replica"]
+        del mine["stateful"], mine["tracks"][0][0]["flight"]["left_out"], mine["tracks"][0][0]["flight"]["notes"]
+        other_model = make(seed=3)
+        other_model.load_state_dict(model.state_dict())
+        other = diloco_of(other_model)
+        other.load_state_dict({**saved, "replica": mine})
+        train(model, diloco, range(4, 7), rank)
+        train(other_model, other, range(4, 7), rank)
+        return torch.equal(flat(model), flat(other_model))
+
+    assert offbeat.Simulation(2).run(replica) == [True, True]
+
+
 def test_outer_state_that_has_no_place_is_told_of():
     def replica(rank: int, peers: Any) -> list[str]:
         model = make()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from offbeat._types import Group
 from offbeat.ddp import as_it_is, mean_of_bucket
+from offbeat.sync.saved import own_part
 from offbeat.sync.warmup import hook_state, note_hook
 from offbeat.sync.words import block, number_of
 from offbeat.sync.wrapper import OptimizerWrapper
@@ -217,7 +218,7 @@ class PostLocalSGDOptimizer(OptimizerWrapper):
         """Load a checkpoint of this class, of torch's, or of the optimizer alone (which restarts warm-up)."""
         state_dict = self._begin_load(state_dict)
         step = state_dict.pop("step", None)
-        tracks = (state_dict.pop("replica", None) or {}).get("tracks") or []
+        tracks = own_part(state_dict.pop("replica", None)).get("tracks") or []
         if any("values" in (track["flight"] or {}) for level in tracks for track in level):
             warnings.warn(
                 "the checkpoint has an average in flight, which PostLocalSGDOptimizer cannot apply; it is dropped. "

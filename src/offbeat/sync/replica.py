@@ -40,7 +40,7 @@ from offbeat.sync.hooks import BeforeForward, Guard, ReplicaJoinHook, refuse_wra
 from offbeat.sync.level import Level, options_in_words
 from offbeat.sync.members import connect_all, connect_levels, peers_of
 from offbeat.sync.options import Buffers, Ranks, Snapshot, State, Undo, Warmup, check_bool, check_float_dtype
-from offbeat.sync.saved import check_complete
+from offbeat.sync.saved import check_complete, own_part
 from offbeat.sync.start import Start
 from offbeat.sync.state_policy import check_state
 from offbeat.sync.tracks import Tracks, warn_of
@@ -477,8 +477,7 @@ class Replica(OptimizerWrapper, Joinable):
         is another replica's, saved when replicas differed: what this one had learned since the last round is lost.
         """
         state_dict = self._begin_load(state_dict)
-        step, saved = state_dict.pop("step", None), state_dict.pop("replica", None)
-        mine = (saved[0] if isinstance(saved, (tuple, list)) else saved) or {}
+        step, mine = state_dict.pop("step", None), own_part(state_dict.pop("replica", None))
         if "param_groups" in state_dict:
             state_dict = numbered(state_dict)
             check_complete(state_dict, mine)

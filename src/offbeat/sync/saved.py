@@ -10,11 +10,16 @@ from offbeat.sync.contents import Contents
 from offbeat.sync.items import Item, local_part
 from offbeat.sync.track import Track
 
-__all__ = ["check_complete", "check_saved_tracks"]
+__all__ = ["check_complete", "check_saved_tracks", "own_part"]
 
 #: What every track has saved since there were tracks.
 _OF_A_TRACK = ("seen", "moved", "rounds", "residual", "residual_of", "flight")
 _OF_AN_OUTER = ("anchors", "groups", "optimizer")
+
+
+def own_part(saved: Any) -> dict[str, Any]:
+    """What a state dict has under ``"replica"``, as it is saved now or was before."""
+    return (saved[0] if isinstance(saved, (tuple, list)) and saved else saved) or {}
 
 
 def check_complete(state_dict: dict[str, Any], mine: dict[str, Any]) -> None:
