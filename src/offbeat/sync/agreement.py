@@ -75,7 +75,7 @@ class Shares:
         if not math.isfinite(total):
             raise ValueError(
                 f"the weights of all ranks ({', '.join(map(str, weights))}) add up to {total}, and no rank would "
-                "count; pass seen() smaller units, such as batches instead of samples"
+                "count; give seen() smaller units from the start, such as batches instead of samples"
             )
         if total == 0:
             return Shares(0.0, None, False, True, **more)

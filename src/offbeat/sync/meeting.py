@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ def meet(one: Round, peers: Peers) -> Shares:
     """
     level = one.track.level
     bad = one.not_finite()
-    sound = _all_shards_are_finite(one, not bad)
+    everywhere = _ask_all_shards(one, not bad)
+    sound = not bad if everywhere is None else everywhere.sound
     outer = one.track.outer
     new = outer is not None and not outer.unchecked.isdisjoint(one.names)
     if peers.size == 1:
@@ -51,6 +53,8 @@ def meet(one: Round, peers: Peers) -> Shares:
             options=digest_of(one.numbers),
             leave_out=level.nonfinite == "leave_out",
         )
+        if everywhere is not None:
+            found = dataclasses.replace(found, moved=everywhere.moved)
         one.keys.check(found.state_keys, peers)
         if not found.same_options:
             one.numbers = check_same_numbers(one.numbers, peers, done=one.done, moved=one.moved)
@@ -65,23 +69,48 @@ def meet(one: Round, peers: Peers) -> Shares:
     if outer is not None and peers.size > 1 and not one.skipped:
         if len(set(found.rounds)) > 1:
             _repair(one, found, peers)
+        elif everywhere is not None and everywhere.differ:
+            one.skipped = one.repaired = True  # as the ranks with other shards do
+            one.notes.append("ranks with other shards had missed the end of a round; this round was skipped")
         elif found.unchecked:
             check_same_values(outer.items(one.names), peers)
             outer.unchecked.difference_update(one.names)
     return found
 
 
-def _all_shards_are_finite(one: Round, mine: bool) -> bool:
-    """Whether this replica is finite, whichever ranks its shards are on."""
-    shards = one.track.shards
+class _Everywhere(NamedTuple):
+    """What the ranks of all shards of all replicas have said.
+
+    Attributes:
+        sound: whether this replica is finite, whichever ranks its shards are on.
+        moved: which replicas have made a step since the last round.
+        differ: whether some ranks with the same shards have completed different numbers of rounds.
+    """
+
+    sound: bool
+    moved: tuple[bool, ...]
+    differ: bool
+
+
+def _ask_all_shards(one: Round, mine: bool) -> _Everywhere | None:
+    """Ask the ranks of all shards, so that no shard goes on alone. None if replicas are not sharded."""
+    shards, peers = one.track.shards, one.track.peers
     if shards is None:
-        return mine
+        return None
     shards.renew_if_lost(one.meeting)
-    rows = torch.empty(2 * shards.size, dtype=torch.int64, device=shards.device)
-    # Of all replicas; a rank's place among its peers says to which one it belongs.
-    place = one.track.peers.rank
-    shards.all_gather(rows, torch.tensor([place, int(mine)], dtype=torch.int64, device=shards.device)).wait()
-    return all(bool(ok) for replica, ok in rows.view(-1, 2).tolist() if replica == place)
+    # A rank's place among its peers says to which replica it belongs, and the first of its peers which shards it has.
+    row = [peers.rank, peers.ranks[0], int(mine), int(one.moved), one.rounds]
+    rows = torch.empty(len(row) * shards.size, dtype=torch.int64, device=shards.device)
+    shards.all_gather(rows, torch.tensor(row, dtype=torch.int64, device=shards.device)).wait()
+    every = rows.view(-1, len(row)).tolist()
+    rounds: dict[int, set[int]] = {}
+    for _, first, _, _, completed in every:
+        rounds.setdefault(first, set()).add(completed)
+    return _Everywhere(
+        all(fine for place, _, fine, _, _ in every if place == peers.rank),
+        tuple(any(moved for place, _, _, moved, _ in every if place == i) for i in range(peers.size)),
+        one.track.outer is not None and any(len(found) > 1 for found in rounds.values()),
+    )
 
 
 def _handle_not_finite(one: Round, found: Shares, bad: list[str], peers: Peers) -> None:
@@ -90,10 +119,15 @@ def _handle_not_finite(one: Round, found: Shares, bad: list[str], peers: Peers) 
     where = "; ".join(f"on rank {rank}: {', '.join(names)}" for rank, names in there) or "in other shards"
     policy = one.track.level.nonfinite
     if policy == "raise" or found.nobody:
+        only_state = there and all(name.startswith("state ") for _, names in there for name in names)
         raise NotFinite(
             f"some parameters are NaN or infinite ({where}), and averaging would spread that to every replica; "
             "nothing was changed. Lower the learning rate, clip gradients, or choose nonfinite='leave_out' or "
             "'skip'"
+            if not only_state
+            else f"some optimizer state is NaN or infinite ({where}), and state='average' would spread that to every "
+            "replica; nothing was changed. It stays so until it is set anew, for example to zero in optimizer.state; "
+            "nonfinite='leave_out' does that"
         )
     words = "this round was skipped" if policy == "skip" else "those ranks did not count in this round"
     one.notes.append(f"some parameters are NaN or infinite ({where}); {words}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 import torch
@@ -143,9 +142,12 @@ def check_float_dtype(name: str, dtype: Any) -> None:
 
 
 def check_one_number(what: str, value: Any) -> None:
-    """Raise unless this is a number, or a tensor of one element."""
-    fine = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
-    if not fine or isinstance(value, bool):
+    """Raise unless this is a number, or a tensor or array of one element."""
+    try:
+        fine = not isinstance(value, (bool, str)) and math.isfinite(float(value)) in (True, False)
+    except (TypeError, ValueError, RuntimeError):
+        fine = False
+    if not fine:
         raise TypeError(f"{what} must be one number, but it is {value!r}")
 
 

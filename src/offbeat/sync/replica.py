@@ -399,7 +399,12 @@ class Replica(OptimizerWrapper, Joinable):
             self._calendar.advance_to_due(self._tracks.next_landing())  # even if a round failed: the others count on
             if problems:
                 raise problems[0]
-        self._calendar.go_to(self._tracks.latest(self._steps_made))
+        try:
+            most = self._tracks.latest(self._steps_made)
+        except BaseException:  # the last round has failed on another rank, which goes on to the next one
+            self._calendar.advance_to_due(self._tracks.next_landing())
+            raise
+        self._calendar.go_to(most)
         self._steps_made, self._made_equal = None, True
         warn_of(problems)
 
@@ -496,7 +501,7 @@ class Replica(OptimizerWrapper, Joinable):
             )
         self._calendar.load_state_dict({**mine, "step": step or 0})
         self._start.load(begun=bool(step), anchored=self._tracks.load_state_dict(mine))
-        self._made_equal = bool(mine.get("agreed"))
+        self._made_equal, self._steps_made = bool(mine.get("agreed")), None
         if not mine.get("agreed", True) and mine["replica"] != self._replica() and self.replicas > 1:
             warnings.warn(
                 f"this state was saved by replica {mine['replica']} of {mine['replicas']} after step {step}, between "

@@ -77,7 +77,7 @@ class Track:
         self.flight: Round | None = None
         self.residual: Tensor | None = None
         self.residual_of: list[tuple[str, int]] = []
-        self.loads = 0
+        self.era = 0
         self._meeting: tuple[Any, ...] = ()
         self._meetings = 0
         self._cut: tuple[list[str], list[str]] = ([], [])
@@ -112,8 +112,9 @@ class Track:
         """A name for the next round, the same on every rank, and never used before.
 
         A rank whose round has failed may have made fewer at this step than others; at the next step names agree again.
+        Another era begins where steps come again.
         """
-        meeting = (self.loads, step, now)  # after a checkpoint was loaded, steps come again
+        meeting = (self.era, step, now)
         self._meetings = self._meetings + 1 if meeting == self._meeting else 1
         self._meeting = meeting
         return "-".join(str(int(part)) for part in (self.place, self.part, *meeting, self._meetings))

@@ -81,7 +81,7 @@ class Tracks:
                     for part in range(level.parts)
                 ]
             )  # fmt: skip
-        self.count = self._loads = 0
+        self.count = self._era = 0
 
     @property
     def bytes_sent(self) -> int:
@@ -362,11 +362,22 @@ class Tracks:
             track.moved = True
 
     def latest(self, step: int) -> int:
-        """The largest number of steps that any rank has made."""
+        """At the end of :meth:`Replica.finish`: the largest number of steps that any rank has made.
+
+        Steps that have been gone through come again, so that this begins another era, the same on every rank.
+        """
         peers = self._peers[-1]
-        number = torch.tensor([step], dtype=torch.int64, device=peers.device)
-        peers.all_reduce(number, "max").wait()
-        return int(number)
+        numbers = torch.tensor([step, self._era], dtype=torch.int64, device=peers.device)
+        peers.all_reduce(numbers, "max").wait()
+        most, era = numbers.tolist()
+        self._begin_era(era + 1)
+        return int(most)
+
+    def _begin_era(self, era: int) -> None:
+        """From here on steps may come again: meetings must not have the names that they had."""
+        self._era = era
+        for track in self._every():
+            track.era = era
 
     def state_dict(self, *, anchored: bool) -> dict[str, Any]:
         """What all tracks need to continue, with rounds in flight waited for but not applied.
@@ -392,13 +403,12 @@ class Tracks:
     def load_state_dict(self, state: dict[str, Any]) -> bool:
         """Continue from :meth:`state_dict`. Returns whether anchors were loaded, if there are any."""
         self.abandon()
-        self._loads += 1
+        self._begin_era(self._era + 1)
         self.count = int(state.get("syncs", 0))
         saved = state.get("tracks") or []
         for track in self._every():
             track.seen, track.moved, track.skipped, track.rounds = 0.0, True, False, 0
             track.residual, track.residual_of = None, []
-            track.loads = self._loads
         complete = self.anchors.load_state_dict(state)
         if [len(tracks) for tracks in saved] != [len(tracks) for tracks in self._tracks]:
             if saved:
