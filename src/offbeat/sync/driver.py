@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from offbeat.sync.rounds import Round
-from offbeat.wire.limit import ENDING
+from offbeat.wire.limit import ENDING, wait_for_threads
 from offbeat.wire.quiet import make_thread_quiet
 
 __all__ = ["Driver"]
@@ -124,3 +124,4 @@ def _stop_all() -> None:
     for thread, rounds in list(_threads.items()):
         rounds.put(None)
         thread.join(max(0.0, end - time.monotonic()))
+    wait_for_threads(end)

@@ -224,7 +224,10 @@ class GroupPeers:
             name = f"{self._name}/{meeting}"
             with suppress(RuntimeError):
                 within(
-                    SECONDS_BEYOND, lambda: PrefixStore(name, _torch.default_store()).set("given up", "1"), "not told"
+                    SECONDS_BEYOND,
+                    lambda: PrefixStore(name, _torch.default_store()).set("given up", "1"),
+                    "other ranks were not told",
+                    at_end=True,
                 )
 
     @property
