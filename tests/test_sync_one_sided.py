@@ -416,7 +416,7 @@ def test_what_takes_too_long_raises():
 def slow_store(rank, world):
     model = make()
     optimizer = offbeat.LocalSGD(
-        offbeat.SGD(model.parameters(), lr=0.05), model, every=4, delay=2, subgroup=None, deadline=2.0
+        offbeat.SGD(model.parameters(), lr=0.05), model, every=4, delay=2, subgroup=None, deadline=0.5
     )
     for tracks in optimizer._tracks._tracks:
         for track in tracks:
