@@ -53,7 +53,7 @@ class DiLoCo(Replica):
         module: the module it trains: DDP, plain, or ``fully_shard``-ed.
         every: the number of steps between rounds; the first comes after as many steps, of fragments the last one's.
         outer_lr: :math:`\eta`; by default 0.4 for one replica, 0.6 for 2 to 7 and 0.8 for 8 or more.
-        outer_momentum: :math:`\mu`.
+        outer_momentum: :math:`\mu`, at least 0 and below 1.
         fragments: parts of the parameters that are exchanged at different steps; see :class:`offbeat.Level`.
         delay: 0 waits for a round; :math:`k > 0` applies it :math:`k` steps later.
         eager: take this replica's own part of the outer step at once, :math:`x_i \leftarrow a + d_i`, where :math:`d_i`

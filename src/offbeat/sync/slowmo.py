@@ -42,7 +42,7 @@ class SlowMo(Replica):
         module: the module it trains.
         every: the number of steps between rounds. The first comes after as many steps.
         slow_lr: :math:`\alpha`; 1 in the paper.
-        slow_momentum: :math:`\beta`; 0 to 0.6 in the paper, growing with the number of nodes.
+        slow_momentum: :math:`\beta`, at least 0 and below 1; 0 to 0.6 in the paper, growing with the number of nodes.
         warmup: the number of steps with globally averaged gradients.
         deadline: how many seconds a collective may take; by default the process group's timeout.
         nonfinite: what to do if a replica has NaN or infinite parameters; see :class:`offbeat.Level`.
