@@ -35,7 +35,7 @@ import torch  # noqa: E402
 
 from offbeat.engine.cpu import compiler, kernel, shipped  # noqa: E402
 from offbeat.optim import optimizers  # noqa: E402
-from offbeat.sync.slowmo import _SlowMomentum  # noqa: E402
+from offbeat.replicas.slowmo import _SlowMomentum  # noqa: E402
 from offbeat.wire import native  # noqa: E402
 
 #: The list of the libraries, with a hash of each: setup.py takes these and no others.

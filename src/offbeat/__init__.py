@@ -25,7 +25,7 @@ from offbeat.optim import (
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
 from offbeat.rules import Rule, Slot
-from offbeat.sync import (
+from offbeat.replicas import (
     DiLoCo,
     Disagreement,
     HierarchicalModelAverager,

@@ -24,10 +24,19 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
     return found[0] if found else None
 
 
+#: Options that offbeat had once, and what to do instead.
+REMOVED = {
+    "undo": "a round changes parameters only once it has succeeded everywhere, so nothing is undone; leave it out",
+    "eager": "use delay=, which exchanges in the background and lands the result that many steps later; leave eager out",
+}
+
+
 def check_names(where: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raise TypeError for a name that is not known, and say which one is like it."""
     known = list(known)
     for name in given:
+        if name not in known and name in REMOVED:
+            raise TypeError(f"{where}() no longer takes {name}: {REMOVED[name]}")
         if name not in known:
             meant = nearest(name, known)
             maybe = "" if meant is None else f"; did you mean {meant!r}?"

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from offbeat import _torch
 from offbeat.integrations.shards import meshes_of, pack, places, unpack
 from offbeat.overlap import Overlap
-from offbeat.sync import Replica
+from offbeat.replicas import Replica
 
 __all__ = ["Attached", "Living", "gather_parts", "rank_and_world", "rank_to_load", "warn_of_plain_checkpoint"]
 

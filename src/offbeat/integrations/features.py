@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from offbeat.integrations.attached import Attached
 from offbeat.integrations.handles import is_replica
 from offbeat.overlap import overlap as overlap_optimizer
-from offbeat.sync import DiLoCo, LocalSGD, Replica, SlowMo
+from offbeat.replicas import DiLoCo, LocalSGD, Replica, SlowMo
 
 __all__ = ["Features", "Options"]
 

@@ -7,7 +7,7 @@ from typing import Any
 from offbeat.frameworks import inner_optimizer
 from offbeat.overlap import Overlap
 from offbeat.overlap.handle import overlap_of
-from offbeat.sync.wrapper import OptimizerWrapper
+from offbeat.replicas.wrapper import OptimizerWrapper
 
 __all__ = ["handle_of", "is_replica"]
 

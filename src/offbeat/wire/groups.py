@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat import _torch
-from offbeat.wire.quiet import quiet_new_threads
+from offbeat.wire.peers import GroupPeers, gather
 
 __all__ = [
     "block_of",
@@ -29,7 +29,6 @@ __all__ = [
     "new_group",
     "node_group",
     "replica_group",
-    "twin",
     "whole",
 ]
 
@@ -73,22 +72,21 @@ def new_group(ranks: Sequence[int], within: Any, backend: str | None = None) -> 
     All ranks of ``within`` call this together, each with the ranks of its own new group.
     """
     everyone = members(within)
-    found: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(found, (tuple(ranks), _torch.count_groups()), group=within)
+    rows = [(tuple(wanted), count) for wanted, count in _gather([list(ranks), _torch.count_groups()], within)]
     wanted_backend = backend or dist.get_backend_config(within)
     same = wanted_backend == dist.get_backend_config()
     # torch would give a new group its default patience of half an hour.
     options = {"timeout": _torch.timeout_of(within), "backend": None if same else wanted_backend}
     if len(everyone) == dist.get_world_size():
         mine = None
-        for wanted in sorted({wanted for wanted, _ in found}):
+        for wanted in sorted({wanted for wanted, _ in rows}):
             group = dist.new_group(list(wanted), **options)
             mine = group if wanted == tuple(ranks) else mine
         return mine
     _torch.require("subgroup")
     # Ranks outside of ``within`` do not call this. torch then names the group after its ranks and the number of groups
     # so far; with different numbers, its members would wait for each other under different names.
-    counts = {count for wanted, count in found if wanted == tuple(ranks)}
+    counts = {count for wanted, count in rows if wanted == tuple(ranks)}
     if len(counts) > 1:
         raise RuntimeError(
             f"a process group of ranks {list(ranks)} is needed, but torch can make one without the other ranks only if "
@@ -96,17 +94,6 @@ def new_group(ranks: Sequence[int], within: Any, backend: str | None = None) -> 
             "groups with calls on all ranks, such as dist.new_subgroups or init_device_mesh"
         )
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
-
-
-def twin(group: Any, within: Any, backend: str | None = None) -> Any:
-    """Another group of the same ranks, so that collectives of a thread do not mix with those of the program.
-
-    Args:
-        within: the ranks that call this together, each with its own group.
-        backend: that of the new group; by default the same.
-    """
-    with quiet_new_threads("gloo"):
-        return new_group(members(group), within, backend)
 
 
 def block_of(ranks: Sequence[int], place: int, size: int) -> list[int]:
@@ -197,30 +184,29 @@ def node_group(group: Any) -> tuple[Any, str]:
 def _ranks_of_host(group: Any) -> tuple[list[int], bool]:
     """The ranks of this group on this rank's host, and whether the launcher has set ``LOCAL_WORLD_SIZE``."""
     ranks, me = members(group), dist.get_rank()
-    found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, _host_of(me), group=group)
-    for rank, (kind, value) in zip(ranks, found, strict=True):
+    hosts = _gather(_host_of(me), group)
+    for rank, (kind, value) in zip(ranks, hosts, strict=True):
         if kind == "bad":
             raise ValueError(f"LOCAL_WORLD_SIZE must be a number of processes, but on rank {rank} it is {value!r}")
-    if len({kind for kind, _ in found}) > 1:
-        unset = [rank for rank, (kind, _) in zip(ranks, found, strict=True) if kind == "host"]
+    if len({kind for kind, _ in hosts}) > 1:
+        unset = [rank for rank, (kind, _) in zip(ranks, hosts, strict=True) if kind == "host"]
         raise ValueError(
             f"LOCAL_WORLD_SIZE is set for some ranks and not for others ({', '.join(map(str, unset))}); set it for all "
             "or none, or pass subgroup="
         )
-    mine = found[ranks.index(me)]
-    return [rank for rank, host in zip(ranks, found, strict=True) if host == mine], mine[0] == "launcher"
+    mine = hosts[ranks.index(me)]
+    return [rank for rank, host in zip(ranks, hosts, strict=True) if host == mine], mine[0] == "launcher"
 
 
-def _host_of(me: int) -> tuple[str, Any]:
+def _host_of(me: int) -> list[Any]:
     size = os.environ.get("LOCAL_WORLD_SIZE")
     if size is None:
-        return "host", host_identity()
+        return ["host", list(host_identity())]
     if not size.isdigit() or int(size) < 1:
-        return "bad", size  # raises on all ranks together
+        return ["bad", size]  # raises on all ranks together
     local = os.environ.get("LOCAL_RANK")
     first = me - int(local) if local is not None and local.isdigit() else me // int(size) * int(size)
-    return "launcher", (first, int(size))
+    return ["launcher", [first, int(size)]]
 
 
 def replica_group(params: Sequence[Tensor], group: Any) -> Any:
@@ -234,7 +220,10 @@ def replica_group(params: Sequence[Tensor], group: Any) -> Any:
         )
     mesh: Any = meshes.pop()
     ranks, me = members(group), dist.get_rank()
-    found: list[Any] = [None] * len(ranks)
-    dist.all_gather_object(found, mesh.get_coordinate(), group=group)
-    here = found[ranks.index(me)]
-    return new_group([rank for rank, place in zip(ranks, found, strict=True) if place == here], group)
+    places = _gather(list(mesh.get_coordinate()), group)
+    here = places[ranks.index(me)]
+    return new_group([rank for rank, place in zip(ranks, places, strict=True) if place == here], group)
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    return gather(GroupPeers(group, members(group)), value)

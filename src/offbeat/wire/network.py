@@ -33,8 +33,8 @@ class Network:
         self._posted: dict[tuple[Connection, int], dict[int, Any]] = {}
         self._taken: dict[tuple[Connection, int], int] = {}
         self._broken: set[Connection] = set()
-        self._here: dict[Connection, set[int]] = {}
-        self._given_up: set[Connection] = set()
+        self._waiting: dict[Connection, set[int]] = {}
+        self._meetings: dict[Connection, int] = {}
         self._arrival = threading.Condition()
 
     def fail(self) -> None:
@@ -99,26 +99,37 @@ class Network:
                     del self._posted[key]
             self._arrival.notify_all()
 
-    def meet(self, connection: Connection, rank: int) -> None:
-        """Wait until all ranks want this connection, or one has given up."""
+    def meet(self, connection: Connection, rank: int) -> str:
+        """Wait until all ranks want to connect. Returns the name of their new connection.
+
+        Args:
+            connection: what the ranks call it, and who they are.
+            rank: who asks.
+        """
         with self._arrival:
-            here = self._here.setdefault(connection, set())
+            waiting = self._waiting.setdefault(connection, set())
+            turn = self._meetings.get(connection, 0)
+            waiting.add(rank)
+            if len(waiting) == len(connection[1]):
+                self._meetings[connection] = turn + 1
+                waiting.clear()
+                self._arrival.notify_all()
+            self._arrival.wait_for(
+                lambda: self.failed or self._meetings.get(connection, 0) > turn, 2 * self._of.timeout
+            )
+            if self._meetings.get(connection, 0) == turn:
+                waiting.discard(rank)
+                why = "another rank failed" if self.failed else "a rank did not come in time"
+                raise ExchangeError(f"ranks {list(connection[1])} could not connect again: {why}")
+            return f"{connection[0]}#{turn}"
+
+    def arrive(self, connection: Connection, rank: int, seconds: float) -> bool:
+        """Whether all ranks call this under the same name within some seconds of each other."""
+        with self._arrival:
+            here = self._waiting.setdefault(connection, set())
             here.add(rank)
             self._arrival.notify_all()
-            self._arrival.wait_for(
-                lambda: self.failed or connection in self._given_up or len(here) == len(connection[1]),
-                2 * self._of.timeout,
-            )
-            if self.failed or len(here) < len(connection[1]):
-                why = "another rank has given up" if connection in self._given_up else "a rank did not come in time"
-                self.give_up(connection)
-                raise ExchangeError(f"ranks {list(connection[1])} could not connect again: {why}")
-
-    def give_up(self, connection: Connection) -> None:
-        """Let ranks that are still to come to :meth:`meet` not wait."""
-        with self._arrival:
-            self._given_up.add(connection)
-            self._arrival.notify_all()
+            return self._arrival.wait_for(lambda: len(here) == len(connection[1]), seconds)
 
 
 def _failure(connection: Connection, why: str) -> ExchangeError:

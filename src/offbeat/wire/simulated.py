@@ -8,19 +8,18 @@ with real processes, and a later exchange makes a new one.
 from __future__ import annotations
 
 import itertools
-import pickle
 import threading
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from offbeat.wire.connect import Connector
 from offbeat.wire.network import Connection, Network
-from offbeat.wire.peers import ExchangeError, Work
+from offbeat.wire.peers import ExchangeError, Peers, Traffic, Work
 
-__all__ = ["SimulatedPeers", "Simulation"]
+__all__ = ["SimulatedConnector", "SimulatedPeers", "Simulation"]
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -37,7 +36,7 @@ class Simulation:
 
     Attributes:
         seconds: by rank, how long its link has been busy, in simulated seconds.
-        bytes_sent: by rank, how many bytes it has sent. Objects count as they are pickled.
+        bytes_sent: by rank, how many bytes it has sent.
 
     Example:
         >>> import torch
@@ -73,14 +72,24 @@ class Simulation:
         self,
         function: Callable[Concatenate[int, SimulatedPeers, Arguments], Result],
         *args: Arguments.args,
+        make: Callable[[], Any] | None = None,
+        seed: int = 0,
         **kwargs: Arguments.kwargs,
     ) -> list[Result]:
         """Call ``function(rank, peers, *args, **kwargs)`` on every rank, each in a thread of its own.
+
+        The threads share torch's random generator, so that ``torch.manual_seed(0); model = Net()`` inside ``function``
+        can give ranks different models. Let ``make`` make them instead: it is called once for each rank, one after the
+        other and each time with the same ``seed``, before the threads start. What it returns is the next argument:
+        ``function(rank, peers, made, *args, **kwargs)``.
 
         Args:
             function: gets the rank and its :class:`SimulatedPeers`, which can be passed as the ``group`` of
                 :class:`offbeat.Replica`.
             args: further arguments, the same for every rank.
+            make: makes what each rank has of its own, such as a model.
+            seed: torch's random generator is set to it before each call of ``make``. Afterwards the generator is as it
+                was before.
             kwargs: further arguments by name.
 
         Returns:
@@ -88,16 +97,31 @@ class Simulation:
 
         Raises:
             BaseException: the first error of any rank.
+
+        Example:
+            >>> import torch, offbeat
+            >>> def weight(rank, peers, model):
+            ...     return model.weight.item()
+            >>> a, b = offbeat.Simulation(2).run(weight, make=lambda: torch.nn.Linear(1, 1), seed=3)
+            >>> a == b
+            True
         """
         results: list[Any] = [None] * self.size  # Result, once all have returned
         errors: list[BaseException] = []
         # What a run before this one has left behind, because it failed or went on in the background, is not for this.
         name = str(next(self._runs))
         self.network.failed = False
+        own: list[tuple[Any, ...]] = [()] * self.size
+        if make is not None:
+            with torch.random.fork_rng():
+                for rank in range(self.size):
+                    torch.manual_seed(seed)
+                    own[rank] = (make(),)
 
         def main(rank: int) -> None:
             try:
-                results[rank] = function(rank, SimulatedPeers(self, rank, range(self.size), name), *args, **kwargs)
+                peers: Any = SimulatedPeers(self, rank, range(self.size), name)
+                results[rank] = function(rank, peers, *own[rank], *args, **kwargs)  # type: ignore[arg-type]
             except BaseException as error:
                 errors.append(error)
                 self.network.fail()
@@ -112,23 +136,50 @@ class Simulation:
         return results
 
 
+class SimulatedConnector(Connector):
+    """Connects ranks of a simulation; see :class:`offbeat.wire.connect.GroupConnector` for the arguments."""
+
+    def __init__(
+        self, simulation: Simulation, me: int, sets: Sequence[Sequence[int]], name: str, traffic: Traffic | None = None
+    ) -> None:
+        self._simulation, self._me, self._name, self._traffic = simulation, me, name, traffic
+        self._sets = [list(ranks) for ranks in sets]
+
+    def connect(self) -> list[Peers]:
+        """See :class:`Connector`."""
+        name = self._simulation.network.meet((self._name, tuple(self._sets[0])), self._me)
+        return [SimulatedPeers(self._simulation, self._me, ranks, name, self._traffic) for ranks in self._sets]
+
+
 class SimulatedPeers:
     """Some ranks of a :class:`Simulation`, as one of them sees them. See :class:`offbeat.wire.peers.Peers`.
 
-    Attributes:
-        bytes_sent: the bytes that this rank has handed to these peers' collectives for others.
+    Args:
+        simulation: the network.
+        me: this rank.
+        ranks: all of these ranks, in order.
+        name: that of the connection.
+        traffic: also counts what is sent here.
+        turns: counts collectives; peers that share a connection share it.
     """
 
-    def __init__(self, simulation: Simulation, me: int, ranks: Sequence[int], name: str = "") -> None:
-        self.simulation = simulation
-        self.ranks = list(ranks)
+    def __init__(
+        self,
+        simulation: Simulation,
+        me: int,
+        ranks: Sequence[int],
+        name: str = "",
+        traffic: Traffic | None = None,
+        turns: Iterator[int] | None = None,
+    ) -> None:
+        self.simulation, self.ranks, self.name = simulation, list(ranks), name
         self.rank, self.size = self.ranks.index(me), len(self.ranks)
         self.group: Any = None
         self.bytes_sent = 0
-        self._me, self._name = me, name
-        self._turns, self._splits = itertools.count(), itertools.count()
+        self.is_closed = False
+        self._me, self._traffic = me, traffic
+        self.turns = itertools.count() if turns is None else turns
         self._connection: Connection = (name, tuple(self.ranks))
-        self._is_open = True
 
     @property
     def device(self) -> torch.device:
@@ -173,40 +224,10 @@ class SimulatedPeers:
         what = ("broadcast", f"from rank {self.ranks[root]}", tensor.dtype, tensor.numel())
         return self._post(what, tensor.clone(), lambda parts: tensor.copy_(parts[root]), sent)
 
-    def gather_objects(self, mine: Any) -> list[Any]:
-        """Collect an object from every peer. Blocks."""
-        found: list[Any] = []
-        sent = (self.size - 1) * len(pickle.dumps(mine)) if self.size > 1 else 0
-        self._post(("gather_objects",), mine, found.extend, sent).wait()
-        return found
-
-    def split(self, ranks: Sequence[int], timeout: timedelta | None = None) -> SimulatedPeers:
-        """Peers of some of these ranks only; all peers call this together."""
-        name = f"{self._name}/{next(self._splits)}.{min(ranks)}"
-        return SimulatedPeers(self.simulation, self._me, ranks, name)
-
-    def renew_if_lost(self, meeting: str) -> None:
-        """Connect again if the connection was closed, under a name that all peers agree on."""
-        if not self._is_open:
-            connection = self._connection_of(meeting)
-            self.simulation.network.meet(connection, self._me)
-            self._connection, self._turns, self._is_open = connection, itertools.count(), True
-
-    def give_up(self, meeting: str) -> None:
-        """Tell peers that are still to come not to wait."""
-        self.simulation.network.give_up(self._connection_of(meeting))
-
     def close(self) -> None:
         """Close this rank's connection: collectives of the others fail instead of waiting for it."""
-        self._close(self._connection)
-
-    def _connection_of(self, meeting: str) -> Connection:
-        return f"{self._name}/{meeting}", tuple(self.ranks)
-
-    def _close(self, connection: Connection) -> None:
-        if self._connection == connection:  # else it is an older one, and has been replaced
-            self._is_open = False
-        self.simulation.network.break_off(connection)
+        self.is_closed = True
+        self.simulation.network.break_off(self._connection)
 
     def _post(
         self,
@@ -218,33 +239,35 @@ class SimulatedPeers:
     ) -> Work:
         if self.size == 1:
             return _Arrival(lambda: finish([value]))
-        if not self._is_open:
+        if self.is_closed:
             raise ExchangeError("the connection was closed after an exchange that failed")
-        connection, turn = self._connection, next(self._turns)
+        turn = next(self.turns)
 
         def wait() -> None:
             try:
-                parts = self.simulation.network.collect(connection, turn)
+                parts = self.simulation.network.collect(self._connection, turn)
                 _check_same([part.what for part in parts], [part.splits for part in parts], self.ranks)
             except ExchangeError:
-                self._close(connection)
+                self.close()
                 raise
             finish([part.take() for part in parts])
 
         try:
-            self.simulation.network.post(connection, turn, self._me, _Part(what, value, splits), sent)
+            self.simulation.network.post(self._connection, turn, self._me, _Part(what, value, splits), sent)
         except ExchangeError:
-            self._close(connection)
+            self.close()
             raise
         self.bytes_sent += sent
+        if self._traffic is not None:
+            self._traffic.sent += sent
         return _Arrival(wait)
 
 
 def _check_same(calls: list[tuple[Any, ...]], splits: list[Any], ranks: Sequence[int]) -> None:
     """Raise on every rank unless all have called the same collective."""
     if all(call == calls[0] for call in calls):
-        if splits[0] is None or list(zip(*(one for one, _ in splits), strict=True)) == [
-            tuple(one) for _, one in splits
+        if splits[0] is None or list(zip(*(sizes for sizes, _ in splits), strict=True)) == [
+            tuple(sizes) for _, sizes in splits
         ]:
             return
         calls = [(*call, "sends", sent, "expects", got) for call, (sent, got) in zip(calls, splits, strict=True)]
