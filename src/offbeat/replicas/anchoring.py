@@ -135,11 +135,7 @@ class Anchoring:
         items = [Item(name, p) for name, p in self._contents.params().items()]
         if have_same_values(items, self._everyone):
             self._refresh()
-            self._use_anchors()
-
-    def after_sync(self) -> None:
-        """The mean of a round has become the anchors, if there were none."""
-        self.is_anchored = self.is_anchored or bool(self._outers)
+            self._begin_versions()
         self.loaded_apart = None
 
     def at_the_end(self) -> None:
@@ -155,6 +151,9 @@ class Anchoring:
 
     def _use_anchors(self) -> None:
         self.is_anchored, self.loaded_apart = True, None
+        self._begin_versions()
+
+    def _begin_versions(self) -> None:
         for fragment in self._fragments:
             fragment.version = max(fragment.version, 0)
 

@@ -228,14 +228,14 @@ class Board:
         """
         for other in self._up_to(fragment):
             if self.flight_of(other) is not None and (other is fragment or other.overlaps(fragment)):
-                attempt(problems, self._land, other, mixing=0.0 if at_the_end and not other.moved else None)
+                attempt(problems, self._land, other, mixing=_mixing_of_last(other) if at_the_end else None)
 
     def land_all(self, *, at_the_end: bool = False) -> None:
         """Wait for all rounds in flight and apply them."""
         problems: list[BaseException] = []
         for fragment in self:
             if self.flight_of(fragment) is not None:
-                attempt(problems, self._land, fragment, mixing=0.0 if at_the_end and not fragment.moved else None)
+                attempt(problems, self._land, fragment, mixing=_mixing_of_last(fragment) if at_the_end else None)
         raise_together(problems)
 
     def _land(self, fragment: Fragment, *, mixing: float | None = None) -> None:
@@ -368,6 +368,14 @@ class Board:
                 membership.close()
 
         self.background.close(close)
+
+
+def _mixing_of_last(fragment: Fragment) -> float | None:
+    """No mixing for a plain mean that this replica has not trained on since: the rest of it would be left out for ever.
+
+    None is the level's own. With an outer optimizer parameters take the anchor at the end anyway.
+    """
+    return 0.0 if fragment.outer is None and not fragment.moved else None
 
 
 def _buckets_of(items: Sequence[Item], limit: int) -> Iterator[list[Item]]:

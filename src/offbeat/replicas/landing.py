@@ -117,11 +117,9 @@ def _land_values(outcome: Outcome, items: Sequence[Item], kept: float) -> None:
     together: dict[float, list[tuple[Tensor, Tensor]]] = {}
     for item in items:
         part, value = local_part(item.tensor), values[item.name]
-        if outcome.final or not item.late or not (values.are_differences or kept):
+        if outcome.final or not item.late or not values.are_differences:
             part.copy_(value, non_blocking=True)
             continue
-        if not values.are_differences:
-            value.sub_(part)
         # Whole numbers are counters.
         share = 1 - kept if kept and (part.is_floating_point() or part.is_complex()) else 1
         if part.device == value.device:

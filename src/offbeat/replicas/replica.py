@@ -387,7 +387,6 @@ class Replica(OptimizerWrapper):
         for fragment in self._board.top:
             attempt(problems, self._board.run, fragment, self._schedule.step, now=True)
         raise_together(problems)
-        self._anchoring.after_sync()
         self._schedule.exchanged_already()
         self._end_together(late)
 

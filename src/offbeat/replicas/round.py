@@ -197,7 +197,7 @@ def reduce(offer: Offer, meeting: Meeting, verdict: Verdict) -> tuple[Values | N
     if values is None:
         # The only copy: until the vote, the parameters stay as they are.
         dense = offer.items if offer.codes is None else [item for item in offer.items if item.name not in offer.names]
-        values = Values(dense)
+        values = Values(dense, are_differences=fragment.level.kept > 0)
         values.copy(dense)
     # What will be added to values that have moved on meanwhile is kept as a difference.
     differences = [

@@ -66,7 +66,9 @@ def broadcast_tree(peers: Peers, value: Any, root: int) -> Any:
     header = pack(value, tensors) if peers.rank == root else None
     header = gather(peers, header)[root]
     if peers.rank == root:
-        _broadcast([t.detach().to(peers.device).contiguous() for t in tensors], peers, root)
+        for tensor in tensors:  # a copy has no gaps, whatever the strides are
+            copy = tensor.detach().to(peers.device).clone(memory_format=torch.contiguous_format)
+            _broadcast([copy], peers, root)
         return value
     arrived = [torch.empty(shape, dtype=dtype, device=peers.device) for dtype, shape in shapes_of(header)]
     _broadcast(arrived, peers, root)
