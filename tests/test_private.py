@@ -14,7 +14,7 @@ import torch
 import offbeat
 from offbeat import _torch
 from offbeat.engine.cuda import kernel
-from offbeat.sync.wrapper import OptimizerWrapper
+from offbeat.replicas.wrapper import OptimizerWrapper
 
 SOURCE = Path(offbeat.__file__).parent
 ROOTS = {"torch", "dist", "triton", "knobs", "F", "nn"}

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.sync.level import Level
+from offbeat.replicas.level import Level
 from offbeat.wire.peers import GroupPeers
 from tests.ranks import run_ranks
 from tests.scenarios import Scenarios
@@ -217,7 +217,7 @@ def a_slow_link_does_not_hold_up_lower_levels(rank, world):
 
     def slow(self, tensor, op="sum"):
         if self.size == 4:
-            assert threading.current_thread().name == "offbeat-sync"
+            assert threading.current_thread().name == "offbeat-rounds"
             assert released.wait(60)
         return real(self, tensor, op)
 

@@ -92,7 +92,7 @@ def training_goes_on_meanwhile(rank, world):
     real = GroupPeers.all_reduce
 
     def slow(*args, **kwargs):
-        assert threading.current_thread().name == "offbeat-sync"
+        assert threading.current_thread().name == "offbeat-rounds"
         assert released.wait(60)
         return real(*args, **kwargs)
 

@@ -351,7 +351,7 @@ def sharded_levels(rank, world):
     draw, real = random.Random(rank), rounds.Round.exchange
 
     def exchange(self, *args, **how):
-        if threading.current_thread().name == "offbeat-sync":  # as on a busy machine
+        if threading.current_thread().name == "offbeat-rounds":  # as on a busy machine
             time.sleep(draw.uniform(0, 0.05))
         return real(self, *args, **how)
 

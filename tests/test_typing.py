@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import offbeat
-from offbeat.sync import options
+from offbeat.replicas import options
 from tests.blocks import blocks, names
 
 ROOT = Path(__file__).parent.parent
