@@ -24,7 +24,6 @@ from offbeat.optim import (
 )
 from offbeat.optim.optimizers import *  # noqa: F403
 from offbeat.overlap import Overlap, OverlappedOptimizer, overlap, register_overlapped
-from offbeat.rules import Rule, Slot
 from offbeat.replicas import (
     DiLoCo,
     Disagreement,
@@ -39,6 +38,7 @@ from offbeat.replicas import (
     post_local_sgd_hook,
     post_localSGD_hook,
 )
+from offbeat.rules import Rule, Slot
 from offbeat.wire import CodecState, NotFinite, TopK, codec_hook
 from offbeat.wire.peers import ExchangeError
 from offbeat.wire.simulated import Simulation

@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str], least: float = 0.6) -> str | None:
 #: Options that offbeat had once, and what to do instead.
 REMOVED = {
     "undo": "a round changes parameters only once it has succeeded everywhere, so nothing is undone; leave it out",
-    "eager": "use delay=, which exchanges in the background and lands the result that many steps later; leave eager out",
+    "eager": "use delay=, which exchanges in the background and lands the result so many steps later; leave eager out",
 }
 
 

@@ -158,7 +158,7 @@ class Anchoring:
             fragment.version = max(fragment.version, 0)
 
     def _compare(self, *, is_stepping: bool) -> bool:
-        """Raise on all ranks unless all have the same anchors. Returns whether any rank is about to make a local step."""
+        """Raise on all ranks unless all have the same anchors. Returns whether any is about to make a local step."""
         if self._everyone.size == 1:
             return True
         rows = gather(self._everyone, [is_stepping, self.loaded_apart])

@@ -1,4 +1,4 @@
-"""``Board``: all fragments of a replica, and the rounds in flight; begins and lands rounds in one order on every rank."""
+"""``Board``: the fragments of a replica and its rounds in flight, which begin and land in one order on every rank."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class Board:
             )
             return
         try:
-            for number, bucket in enumerate(_buckets_of(items, fragment.reduction.bucket_bytes)):
+            for bucket in _buckets_of(items, fragment.reduction.bucket_bytes):
                 values = Values(bucket)
                 values.copy(bucket)
                 fragment.reduction.run(values.flats, meeting.peers, outcome.verdict)
@@ -317,8 +317,8 @@ class Board:
                     local_part(item.tensor).copy_(values[item.name])
         except ExchangeError as error:
             warnings.warn(
-                f"only {number} parts of the optimizer state were averaged, because the connection broke after the "
-                f"parameters had been: {error}",
+                "optimizer state was averaged in part or not at all, because the connection broke after the parameters had "
+                f"been averaged: {error}",
                 stacklevel=8,
             )
 

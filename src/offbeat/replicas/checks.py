@@ -65,7 +65,10 @@ def check_module(opt: Any, module: Any, wrapper: str) -> None:
 
 #: Optimizers that exchange updates by themselves at every step, by module and name; none of these is imported here.
 _COMMUNICATE = {
-    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"): "its ranks' updates at every step",
+    (
+        "torch.distributed.optim.zero_redundancy_optimizer",
+        "ZeroRedundancyOptimizer",
+    ): "its ranks' updates at every step",
     ("torch.distributed.optim.optimizer", "DistributedOptimizer"): "with remote workers at every step",
     ("torch.distributed.optim.post_localSGD_optimizer", "PostLocalSGDOptimizer"): "parameters every few steps",
     ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer"): "its ranks' updates at every step",

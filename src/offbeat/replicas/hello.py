@@ -18,8 +18,8 @@ from offbeat.wire.peers import ExchangeError
 
 __all__ = ["INNER_RATE", "Hello", "OuterOptions", "Rules", "Verdict", "decide", "merge"]
 
-#: The numbers among the options of an outer optimizer, for the parameters of a fragment in order: how many in a row have
-#: the same options, and these options.
+#: The numbers among the options of an outer optimizer, for the parameters of a fragment in order: how many in a row
+#: have the same options, and these options.
 OuterOptions = Sequence[tuple[int, Mapping[str, Any]]]
 
 #: The option of an outer optimizer that is each rank's own: its inner optimizer's learning rate.

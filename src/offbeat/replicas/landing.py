@@ -55,9 +55,7 @@ def _has(outcome: Outcome, item: Item) -> bool:
     return outcome.values is not None and item.name in outcome.values
 
 
-def _take_base(
-    outcome: Outcome, fragment: Fragment, params: Mapping[str, Tensor], lower: Sequence[Fragment]
-) -> None:
+def _take_base(outcome: Outcome, fragment: Fragment, params: Mapping[str, Tensor], lower: Sequence[Fragment]) -> None:
     """Take over the anchors that this replica has missed."""
     assert outcome.base is not None
     assert fragment.outer is not None

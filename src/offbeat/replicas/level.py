@@ -10,7 +10,6 @@ from typing import Any, get_args
 import torch
 
 from offbeat._names import ChecksNames
-from offbeat.replicas.schedule import check_period
 from offbeat.replicas.options import (
     Anchor,
     Every,
@@ -22,6 +21,7 @@ from offbeat.replicas.options import (
     check_float_dtype,
     in_words,
 )
+from offbeat.replicas.schedule import check_period
 from offbeat.wire.codec import CodecSpec, make_codec
 
 __all__ = ["Level", "options_in_words"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from offbeat.replicas.schedule import check_period
 from offbeat.replicas.level import Level
 from offbeat.replicas.options import Levels, NonFinite, ReplicaOptions, Warmup
 from offbeat.replicas.replica import Replica
+from offbeat.replicas.schedule import check_period
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

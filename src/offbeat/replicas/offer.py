@@ -12,7 +12,6 @@ from offbeat.replicas.contents import Item, local_part
 from offbeat.replicas.fragment import Fragment, sizes_of
 from offbeat.replicas.hello import Hello, Rules
 from offbeat.replicas.round import Codes, Offer
-from offbeat.replicas.values import Values
 
 __all__ = ["make_offer"]
 
@@ -46,7 +45,10 @@ def make_offer(
     values = None if waits else fragment.copy(dense)
     state = fragment.contents.state_items() if waits and not fragment.level.delay else []
     names, contents, outer = [item.name for item in params], fragment.contents, fragment.outer
-    views = {**({} if codes is None else codes.views), **({} if values is None else {i.name: values[i.name] for i in dense})}
+    views = {
+        **({} if codes is None else codes.views),
+        **({} if values is None else {i.name: values[i.name] for i in dense}),
+    }
     bad = not_finite(
         [(item.name, views.get(item.name, local_part(item.tensor))) for item in [*params, *buffers, *state]],
         contents.masks,
@@ -72,9 +74,7 @@ def make_offer(
     return Offer(
         fragment=fragment,
         hello=hello,
-        rules=Rules(
-            nonfinite=fragment.level.nonfinite, has_outer=outer is not None, now=now, may_be_last=may_be_last
-        ),
+        rules=Rules(nonfinite=fragment.level.nonfinite, has_outer=outer is not None, now=now, may_be_last=may_be_last),
         step=step,
         done=done,
         final=done or now,
@@ -82,7 +82,9 @@ def make_offer(
         names=names,
         values=values,
         codes=codes,
-        streams={} if waits else _streams([item.tensor for item in [*params, *buffers]], wait=fragment.copies is not None),
+        streams={}
+        if waits
+        else _streams([item.tensor for item in [*params, *buffers]], wait=fragment.copies is not None),
     )
 
 

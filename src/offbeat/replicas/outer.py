@@ -61,9 +61,10 @@ class Outer:
         """Raise if there are parameters without an anchor: they were unfrozen or added since anchors were made."""
         missing = [name for name in params if name not in self.anchors]
         if missing:
+            more = f" and {len(missing) - 1} more" if missing[1:] else ""
             raise RuntimeError(
-                f"{missing[0]!r} {f'and {len(missing) - 1} more ' if missing[1:] else ''}began to train after the outer "
-                "optimizer was made, so that there is no anchor for it; nothing was changed. Make the optimizer after "
+                f"{missing[0]!r}{more} began to train after the outer optimizer was made, so that there is "
+                "no anchor for it; nothing was changed. Make the optimizer after "
                 "the last parameter is unfrozen or added; a new one loads the old one's state_dict(), and parameters "
                 "without an anchor start from the model"
             )

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from offbeat._types import Group
 from offbeat.ddp import as_it_is, mean_of_bucket
+from offbeat.replicas.describe import block, number_of
 from offbeat.replicas.state_dict import own_part
 from offbeat.replicas.warmup import hook_state, note_hook
-from offbeat.replicas.describe import block, number_of
 from offbeat.replicas.wrapper import OptimizerWrapper
 from offbeat.wire.groups import host_group, members, whole
 

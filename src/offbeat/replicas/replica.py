@@ -312,7 +312,7 @@ class Replica(OptimizerWrapper):
     @property
     def replicas(self) -> int:
         """The number of replicas: ranks that average their gradients count as one."""
-        return self._everyone.size // (1 if self._subgroup is None else self._subgroup.size)
+        return int(self._everyone.size) // (1 if self._subgroup is None else self._subgroup.size)
 
     @property
     def outer(self) -> Optimizer | None:
@@ -424,7 +424,7 @@ class Replica(OptimizerWrapper):
         self._end_together(problems)
 
     def _check_can_finish(self) -> None:
-        """Raise if ranks average gradients at every step, and not all of them are at the end: they would wait for this one.
+        """Raise if ranks average gradients at every step, and not all are at the end: they would wait for this one.
 
         They are in step with each other, so that all arrive within a moment if they are at the end too.
         """
@@ -576,7 +576,7 @@ class Replica(OptimizerWrapper):
         """The number of this replica: its first rank, for ranks that average their gradients are one replica."""
         everyone = self._everyone
         ranks = [everyone.ranks[everyone.rank]] if self._subgroup is None else self._subgroup.ranks
-        return min(everyone.ranks.index(rank) for rank in ranks if rank in everyone.ranks)
+        return int(min(everyone.ranks.index(rank) for rank in ranks if rank in everyone.ranks))
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Raise: :meth:`finish` takes the place of ``torch.distributed.algorithms.Join``."""

@@ -1,7 +1,8 @@
 r"""One round, from what a replica offers to what the exchange has brought.
 
-Everything goes through :func:`exchange`, whether training waits for the round or goes on meanwhile. It writes to neither
-the model nor the fragment: :mod:`offbeat.replicas.landing` applies the outcome. With a delay of :math:`k` steps that is
+Everything goes through :func:`exchange`, whether training waits for the round or goes on meanwhile. It writes to
+neither the model nor the fragment: :mod:`offbeat.replicas.landing` applies the outcome. With a delay of :math:`k` steps
+that is
 
 .. math:: x_i(t+k) \leftarrow x_i(t+k) + (1 - \alpha) \bigl(\bar x(t) - x_i(t)\bigr)
 

@@ -9,10 +9,18 @@ import torch
 from torch.optim import Optimizer
 
 from offbeat.optim.base import RuleOptimizer
-from offbeat.rules.slow_momentum import SLOW_MOMENTUM
 from offbeat.replicas.level import Level
-from offbeat.replicas.options import Every, NonFinite, ReplicaOptions, SlowMoLevelOptions, Warmup, check_outer, with_options
+from offbeat.replicas.options import (
+    Every,
+    NonFinite,
+    ReplicaOptions,
+    SlowMoLevelOptions,
+    Warmup,
+    check_outer,
+    with_options,
+)
 from offbeat.replicas.replica import Replica
+from offbeat.rules.slow_momentum import SLOW_MOMENTUM
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

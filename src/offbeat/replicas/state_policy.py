@@ -20,8 +20,8 @@ from offbeat.engine.precision import kept_slots
 from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.lookup import rule_class
-from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 from offbeat.replicas.options import State
+from offbeat.rules.rule import FLAGS, Rule, Slot, Values
 
 __all__ = ["check_keys_of_state", "check_state", "keys_of_state", "reset_state", "tensors_to_average"]
 

@@ -81,7 +81,7 @@ class Values:
 
     def fits(self, items: Sequence[Item], device: torch.device | None) -> bool:
         """Whether there is room for exactly these items."""
-        return self.kind == _kind_of(items, device)
+        return bool(self.kind == _kind_of(items, device))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._views[name]

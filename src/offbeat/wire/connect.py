@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat import _torch
 from offbeat.wire.groups import new_group
@@ -35,7 +35,7 @@ SECONDS_BEYOND = 5.0
 
 
 class Connector:
-    """Makes connections between fixed sets of ranks; the base of the one for process groups and of the simulated one."""
+    """Makes connections between fixed sets of ranks: of a process group, or of a simulation."""
 
     #: Whether a connection that was lost can be made again.
     renews = True

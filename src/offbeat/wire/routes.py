@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
-from torch.distributed.distributed_c10d import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat import _torch
 from offbeat.wire.connect import Connector, GroupConnector, is_gloo
@@ -39,7 +39,7 @@ class Route:
 
 
 def peers_of(group: Any, traffic: Traffic | None = None) -> Any:
-    """The peers of a process group (None: all ranks), with the group's own connection; those of a simulation as such."""
+    """The peers of a process group (None: all ranks), on the group's own connection, or those of a simulation."""
     if isinstance(group, SimulatedPeers):
         return SimulatedPeers(group.simulation, group.ranks[group.rank], group.ranks, group.name, traffic, group.turns)
     if is_outside(group):
@@ -132,9 +132,7 @@ def memberships(
     return found
 
 
-def _connector(
-    within: Any, sets: list[list[int]], name: str, route: Route, quiet: bool, traffic: Traffic
-) -> Connector:
+def _connector(within: Any, sets: list[list[int]], name: str, route: Route, quiet: bool, traffic: Traffic) -> Connector:
     if isinstance(within, SimulatedPeers):
         return SimulatedConnector(within.simulation, within.ranks[within.rank], sets, name, traffic)
     return GroupConnector(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -68,13 +68,26 @@ class Simulation:
         self.network = Network(self)  # for SimulatedPeers
         self._runs = itertools.count()
 
+    @overload
     def run(
         self,
         function: Callable[Concatenate[int, SimulatedPeers, Arguments], Result],
         *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> list[Result]: ...
+
+    @overload
+    def run(
+        self, function: Callable[..., Result], *args: Any, make: Callable[[], Any], seed: int = 0, **kwargs: Any
+    ) -> list[Result]: ...
+
+    def run(  # type: ignore[misc]  # the function may have an argument of the same name as one of ours
+        self,
+        function: Callable[..., Result],
+        *args: Any,
         make: Callable[[], Any] | None = None,
         seed: int = 0,
-        **kwargs: Arguments.kwargs,
+        **kwargs: Any,
     ) -> list[Result]:
         """Call ``function(rank, peers, *args, **kwargs)`` on every rank, each in a thread of its own.
 
@@ -121,7 +134,7 @@ class Simulation:
         def main(rank: int) -> None:
             try:
                 peers: Any = SimulatedPeers(self, rank, range(self.size), name)
-                results[rank] = function(rank, peers, *own[rank], *args, **kwargs)  # type: ignore[arg-type]
+                results[rank] = function(rank, peers, *own[rank], *args, **kwargs)
             except BaseException as error:
                 errors.append(error)
                 self.network.fail()
