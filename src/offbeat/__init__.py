@@ -40,6 +40,7 @@ from offbeat.replicas import (
 )
 from offbeat.rules import Rule, Slot
 from offbeat.wire import CodecState, NotFinite, TopK, codec_hook
+from offbeat.wire.elastic import Elastic
 from offbeat.wire.peers import ExchangeError
 from offbeat.wire.simulated import Simulation
 
@@ -51,6 +52,7 @@ __all__ = [
     "CodecState",
     "DiLoCo",
     "Disagreement",
+    "Elastic",
     "ExchangeError",
     "FunctionalOptimizer",
     "GradientError",

@@ -53,6 +53,7 @@ class Board:
 
     Attributes:
         count: the number of rounds begun.
+        failed_in_a_row: the number of rounds that have failed since the last one that has not.
         flights: the rounds in flight, by level and fragment.
         ended: called with the fragment and the outcome when a round has ended.
     """
@@ -61,7 +62,7 @@ class Board:
         self.contents, self.fragments, self.weighted = contents, [list(level) for level in fragments], weighted
         self.flights: dict[tuple[int, int], Flight] = {}
         self.background = Background()
-        self.count = 0
+        self.count = self.failed_in_a_row = 0
         self.ended: Callable[[Fragment, Outcome], None] = lambda fragment, outcome: None
         self._warned: set[str] = set()
 
@@ -267,10 +268,15 @@ class Board:
                 raise outcome.error
             lower = [other for other in self if other.place < fragment.place]
             land(outcome, fragment, lower, mixing=fragment.level.kept if mixing is None else mixing)
-        except BaseException:
+        except BaseException as error:
             self._give_back(fragment, flight)
             self.ended(fragment, outcome)
-            raise
+            if not (fragment.membership.tolerates_failures and isinstance(error, ExchangeError)):
+                raise
+            self.failed_in_a_row += 1
+            warnings.warn(f"a round failed, and training goes on: {error}", stacklevel=7)
+            return
+        self.failed_in_a_row = 0
         fragment.skipped = outcome.status == "skipped"
         if outcome.status == "averaged":
             self.count += flight is None and not outcome.alone
@@ -287,6 +293,7 @@ class Board:
         for other in self._up_to(fragment):
             if other is fragment or (other.outer is not None and fragment.overlaps(other)):
                 other.landed(outcome.step, fragment.place, fragment.number)
+        fragment.is_new = False
         if outcome.residual is not None:
             fragment.residual_of, fragment.residual = outcome.residual
         if outcome.left_out:
@@ -317,8 +324,8 @@ class Board:
                     local_part(item.tensor).copy_(values[item.name])
         except ExchangeError as error:
             warnings.warn(
-                "optimizer state was averaged in part or not at all, because the connection broke after the parameters had "
-                f"been averaged: {error}",
+                "optimizer state was averaged in part or not at all, because the connection broke after the "
+                f"parameters had been averaged: {error}",
                 stacklevel=8,
             )
 
@@ -327,7 +334,7 @@ class Board:
         return [other for other in self if other.place <= fragment.place]
 
     def _weight(self, fragment: Fragment, done: bool) -> float:
-        if done and not fragment.moved:
+        if fragment.is_new or (done and not fragment.moved):
             return 0.0
         return fragment.seen if self.weighted else 1.0
 

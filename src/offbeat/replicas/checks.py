@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -15,7 +16,15 @@ from offbeat.frameworks import refuse_wrapped
 from offbeat.replicas.level import Level
 from offbeat.replicas.wrapper import OptimizerWrapper
 
-__all__ = ["check_cover", "check_inner", "check_levels", "check_module", "check_reduce_dtype", "check_trains"]
+__all__ = [
+    "check_cover",
+    "check_elastic",
+    "check_inner",
+    "check_levels",
+    "check_module",
+    "check_reduce_dtype",
+    "check_trains",
+]
 
 
 def check_levels(levels: Any, state: Any) -> list[Any]:
@@ -87,6 +96,22 @@ def check_inner(opt: Optimizer, wrapper: str) -> None:
                 "all of them, and nothing would tell. Pass a plain optimizer; to shard its state inside each replica, "
                 "use torch.distributed.fsdp.fully_shard"
             )
+
+
+def check_elastic(levels: Sequence[Level], *, sync_init: bool, sharded: bool) -> None:
+    """Raise if these options cannot be used with :class:`offbeat.Elastic`."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 or sharded:
+        raise ValueError(
+            f"group=Elastic(...) needs replicas of one rank, and this process group has {ranks}; start each replica as "
+            "a program of its own, or use a process group as group="
+        )
+    if len(levels) > 1 or levels[0].group is not None:
+        raise ValueError(
+            "group=Elastic(...) takes one level, whose group is whoever is there; leave out other levels and group="
+        )
+    if sync_init:
+        raise ValueError("sync_init=True cannot be used with Elastic: who joins starts from a replica that trains")
 
 
 def check_trains(opt: Optimizer, module: torch.nn.Module, wrapper: str) -> None:

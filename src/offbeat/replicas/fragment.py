@@ -37,6 +37,7 @@ class Fragment:
         seen: the amount of data since the last round.
         moved: whether this rank has made a step since the last round.
         skipped: whether the last round was skipped, so that replicas still differ.
+        is_new: whether this replica has joined since the last round, in which it has no weight.
         version: how many landings, of this level or a higher one, have moved the anchors; -1 without anchors.
         lineage: a hash of the run and all these landings.
         residual: what encoding has lost so far, for the parameters and sizes in ``residual_of``.
@@ -60,7 +61,7 @@ class Fragment:
         # What the owner of a sum loses in encoding it is fed back too.
         feedback: dict[str, Any] = {} if level.decay is None else {"return_sum_error": True, "decay": level.decay}
         self.coded_mean = None if self.codec is None else CodedMean(self.codec, **feedback)
-        self.seen, self.moved, self.skipped = 0.0, False, False
+        self.seen, self.moved, self.skipped, self.is_new = 0.0, False, False, False
         self.version, self.lineage = -1 if outer is not None else 0, ""
         self.residual: Tensor | None = None
         self.residual_of: list[tuple[str, int]] = []

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from offbeat._types import CommHook, Group
     from offbeat.wire.codec import CodecSpec
+    from offbeat.wire.elastic import Elastic
     from offbeat.wire.simulated import SimulatedPeers
 
 __all__ = [
@@ -73,7 +74,7 @@ Anchor: TypeAlias = Literal["device", "cpu"]
 class ReplicaOptions(TypedDict, total=False):
     """The keyword arguments of :class:`offbeat.Replica`, for the classes that pass them on."""
 
-    group: Ranks | None
+    group: Ranks | Elastic | None
     subgroup: Literal["node"] | Ranks | None
     mesh: DeviceMesh | None
     state: State | Mapping[str, State]

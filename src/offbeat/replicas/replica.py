@@ -24,6 +24,7 @@ from offbeat.replicas.anchoring import Anchoring
 from offbeat.replicas.board import Board, attempt
 from offbeat.replicas.checks import (
     check_cover,
+    check_elastic,
     check_inner,
     check_levels,
     check_module,
@@ -37,6 +38,7 @@ from offbeat.replicas.describe import block, bytes_in_words, level_in_words, num
 from offbeat.replicas.fragment import Fragment
 from offbeat.replicas.gradients import GradientMean, check_same_closure, mean_loss
 from offbeat.replicas.guards import BeforeForward, Guard, Leaving, refuse_wrapped_state
+from offbeat.replicas.joining import Joining, connect_elastic
 from offbeat.replicas.level import Level, options_in_words
 from offbeat.replicas.options import (
     Buffers,
@@ -56,7 +58,8 @@ from offbeat.replicas.state_dict import check_complete, check_rounds, load_round
 from offbeat.replicas.state_policy import check_state
 from offbeat.replicas.values import Reduction, bytes_of_buckets
 from offbeat.replicas.wrapper import OptimizerWrapper
-from offbeat.wire.peers import Traffic, gather
+from offbeat.wire.elastic import AloneInside, Elastic
+from offbeat.wire.peers import ExchangeError, Traffic, gather
 from offbeat.wire.routes import Route, all_arrive, memberships, peers_of, same_shards, subgroup_of
 
 if TYPE_CHECKING:
@@ -65,6 +68,9 @@ if TYPE_CHECKING:
 __all__ = ["Replica"]
 
 Loss = TypeVar("Loss")
+
+#: After so many rounds that have failed, finish() of an elastic replica gives up.
+ATTEMPTS = 5
 
 
 class Replica(OptimizerWrapper):
@@ -81,7 +87,8 @@ class Replica(OptimizerWrapper):
         levels: lowest first. Each contains the groups of the levels below, and the last one all ranks.
         warmup: the number of steps with globally averaged gradients; or a function of the step that returns whether
             warm-up continues, called until it returns False.
-        group: the ranks that take part: all if None, or for sharded modules those that hold the same shards.
+        group: the ranks that take part: all if None, or for sharded modules those that hold the same shards. Or an
+            :class:`offbeat.Elastic`: this program is one replica, and others come and go.
         subgroup: the ranks that average gradients after warm-up: ``"node"``, a process group, or None for no others.
         mesh: the DeviceMesh whose dimensions levels name.
         state: what a round does to optimizer state: ``"keep"``, ``"average"`` or ``"reset"``; or a mapping from
@@ -124,7 +131,7 @@ class Replica(OptimizerWrapper):
         levels: Level | Sequence[Level],
         warmup: Warmup = 0,
         *,
-        group: Ranks | None = None,
+        group: Ranks | Elastic | None = None,
         subgroup: Literal["node"] | Ranks | None = "node",
         mesh: DeviceMesh | None = None,
         state: State | Mapping[str, State] = "keep",
@@ -156,7 +163,11 @@ class Replica(OptimizerWrapper):
         check_reduce_dtype(reduce_dtype, params)
         sharded = any(hasattr(p, "device_mesh") for p in params)
         self._traffic = Traffic()
-        within = peers_of(group, self._traffic)
+        elastic = group if isinstance(group, Elastic) else None
+        if elastic is not None:
+            check_elastic(levels, sync_init=sync_init, sharded=sharded)
+            subgroup = None
+        within = AloneInside(self._traffic) if elastic is not None else peers_of(group, self._traffic)
         check_same_options(
             {
                 **options_in_words(levels),
@@ -186,10 +197,15 @@ class Replica(OptimizerWrapper):
                 stacklevel=2,
             )
         self._subgroup, self._why_subgroup = subgroup_of(subgroup, self._everyone, self._traffic, sharded=sharded)
-        routes = [Route(level.group, level.every, level.deadline, level.delay > 0) for level in levels]
-        self._token: str = gather(within, uuid.uuid4().hex)[0]
-        self._memberships = memberships(routes, self._everyone, within, mesh, self._token, self._traffic)
         self._contents = contents = Contents(opt, module, state, buffers)
+        self._token: str = gather(within, uuid.uuid4().hex)[0]
+        self._elastic = elastic
+        self._memberships: list[Any] = []
+        if elastic is not None:
+            self._memberships.append(connect_elastic(elastic, contents, levels, type(self).__name__, self._traffic))
+        else:
+            routes = [Route(level.group, level.every, level.deadline, level.delay > 0) for level in levels]
+            self._memberships += memberships(routes, self._everyone, within, mesh, self._token, self._traffic)
         contents.note_masks(self._everyone)
         if not contents.params():
             raise ValueError(
@@ -232,6 +248,10 @@ class Replica(OptimizerWrapper):
         weakref.finalize(self, self._board.close).atexit = False
         self._leaving = Leaving(type(self).__name__, is_real=getattr(within, "group", None) is not None)
         weakref.finalize(self, self._leaving.warn)
+        self._joining: Joining | None = None
+        if elastic is not None:
+            self._joining = Joining(elastic, self._memberships[0], contents, self._board, self._schedule)
+            self._joining.begin(self.load_state_dict)
 
     def _make_fragments(
         self, bucket_bytes: int, reduce_dtype: torch.dtype | None, copies: torch.device | None
@@ -283,7 +303,7 @@ class Replica(OptimizerWrapper):
         If not, ranks must save their own parameters and their own :meth:`state_dict`, or call :meth:`sync` first. The
         state of the inner optimizer may differ either way, unless ``state="average"`` averages it.
         """
-        if self._everyone.size == 1 or self._schedule.local_steps == 0:
+        if (self._everyone.size == 1 and self._elastic is None) or self._schedule.local_steps == 0:
             return True
         return not self._board.top_is_open and (self._made_equal or not self._levels[-1].kept)
 
@@ -311,7 +331,14 @@ class Replica(OptimizerWrapper):
 
     @property
     def replicas(self) -> int:
-        """The number of replicas: ranks that average their gradients count as one."""
+        """The number of replicas: ranks that average their gradients count as one.
+
+        With :class:`offbeat.Elastic` the number that was given to it, or else of those in the last round.
+        """
+        if self._elastic is not None:
+            membership = self._memberships[0]
+            present = membership.founders if membership.peers is None else membership.peers.size
+            return self._elastic.replicas or max(1, int(present))
         return int(self._everyone.size) // (1 if self._subgroup is None else self._subgroup.size)
 
     @property
@@ -344,6 +371,8 @@ class Replica(OptimizerWrapper):
         if not self.optim.state and _torch.is_creating_state():
             return self._create_state()
         with self._scaled_step():
+            if self._joining is not None:
+                self._joining.before_step()
             self._anchoring.before_step(type(self).__name__)
             self._made_equal, self._steps_made = False, None
             for outer in filter(None, outers_of(self._board)):
@@ -368,6 +397,8 @@ class Replica(OptimizerWrapper):
             finally:
                 self._schedule.advance()  # even if a round failed, so that all ranks count the same
                 self._leaving.step(apart=not self.agreed, syncs=self.syncs)
+            if self._joining is not None:
+                self._joining.after_step(self.state_dict)
             return loss
 
     def _create_state(self) -> None:
@@ -401,7 +432,7 @@ class Replica(OptimizerWrapper):
             RuntimeError: it is warm-up, or ranks of a node average gradients at every step, and other ranks may still
                 have data: agree on the number of steps before training.
         """
-        if self._everyone.size == 1 and not self._has_outer:
+        if self._everyone.size == 1 and not self._has_outer and self._elastic is None:
             self._board.land_all(at_the_end=True)
             return
         self._check_can_finish()
@@ -418,6 +449,10 @@ class Replica(OptimizerWrapper):
             if outcome is not None:
                 break
             self._schedule.advance_to_due(self._next_landing())  # even if a round failed: the others count on
+            if self._joining is not None:
+                self._joining.before_step()
+                if self._board.failed_in_a_row >= ATTEMPTS:
+                    raise ExchangeError(f"{ATTEMPTS} rounds failed one after the other; the warnings say why")
             raise_together(problems)
         self._schedule.go_to(max(outcome.most_steps, self._steps_made))
         self._steps_made = None
@@ -560,7 +595,8 @@ class Replica(OptimizerWrapper):
         anchored = load_rounds(own, self._board, self._contents.params())
         apart = str(own.get("wrapper", "another class")) if not own.get("agreed", True) else None
         self._anchoring.load(begun=bool(step), anchored=anchored, apart=apart)
-        self._traffic.sent = int(own.get("bytes_sent", self._traffic.sent))
+        if self._elastic is None:
+            self._traffic.sent = int(own.get("bytes_sent", self._traffic.sent))
         self._made_equal, self._steps_made = bool(own.get("agreed")), None
         if not own.get("agreed", True) and own["replica"] != self._replica() and self.replicas > 1:
             warnings.warn(

@@ -49,7 +49,13 @@ class Meeting:
 
 
 class Membership(Protocol):
-    """Who takes part in the rounds of a level."""
+    """Who takes part in the rounds of a level.
+
+    Attributes:
+        tolerates_failures: whether a round that fails is warned of only, because the next one is with whoever is left.
+    """
+
+    tolerates_failures: bool
 
     @property
     def rank(self) -> int:
@@ -81,6 +87,8 @@ class StaticMembership:
         connector: connects them. Its first set of ranks is everyone; a second one, for sharded replicas, the ranks that
             hold the same shards as this one.
     """
+
+    tolerates_failures = False
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector

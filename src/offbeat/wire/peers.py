@@ -97,6 +97,7 @@ class GroupPeers:
         timeout: how long a collective may take; None is the group's own.
         owned: whether ``group`` is a gloo connection that :meth:`close` may close.
         traffic: also counts what is sent here.
+        me: this process among ``ranks``; by default its global rank.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class GroupPeers:
         timeout: timedelta | None = None,
         owned: bool = False,
         traffic: Traffic | None = None,
+        me: int | None = None,
     ) -> None:
         self.group, self.ranks = group, list(ranks)
-        self.rank, self.size = self.ranks.index(dist.get_rank()), len(self.ranks)
+        self.rank, self.size = self.ranks.index(dist.get_rank() if me is None else me), len(self.ranks)
         self.bytes_sent = 0
         self._timeout, self._owned, self._traffic = timeout, owned, traffic
 
