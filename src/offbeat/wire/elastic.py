@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from offbeat.wire.connect import Alone
 from offbeat.wire.lighthouse import Lighthouse, Member, Quorum, TorchftLighthouse
@@ -118,7 +118,7 @@ class ElasticMembership:
         host = own_host(options.address)
         label = options.replica or host
         self.name = f"{label}:{uuid.uuid4().hex[:12]}"
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)  # type: ignore[attr-defined]
         self._store_address = f"{host}:{self._store.port}"
         self.server = StateServer(host, run)
         self._peers: Peers | None = None
@@ -163,7 +163,8 @@ class ElasticMembership:
             self.founders = len(quorum.members)
             if self.founders >= self._options.min_replicas:
                 # A lighthouse that has just been started gives its first quorum the number 1.
-                self.others_have_been = min(int(member.says["first"]) for member in quorum.members) > 1
+                first = min(int(member.says["first"]) for member in quorum.members)
+                self.others_have_been = min(first, quorum.number) > 1
                 self._pulse.begin()
                 return None
             if time.monotonic() > end:
@@ -229,9 +230,7 @@ class ElasticMembership:
                     raise
                 time.sleep(0.5)
         self.quorum = Quorum(quorum.number, tuple(self._read(member) for member in quorum.members))
-        if self._first == NEVER:
-            self._first = quorum.number
-            return self._ask(says, seconds, end)  # once more, for the others to see the number
+        self._first = min(self._first, quorum.number)
         return self.quorum
 
     def _read(self, member: Member) -> Member:
@@ -271,7 +270,7 @@ class ElasticMembership:
         else:
             host, _, port = members[0].store.rpartition(":")
             try:
-                store = TCPStore(host, int(port), is_master=False, timeout=self._timeout)
+                store = dist.TCPStore(host, int(port), is_master=False, timeout=self._timeout)  # type: ignore[attr-defined]
                 group = dist.ProcessGroupGloo(PrefixStore(name, store), me, len(members), self._timeout)
                 group.barrier().wait()
             except (RuntimeError, ValueError) as error:
