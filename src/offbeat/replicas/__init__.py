@@ -12,6 +12,7 @@ from offbeat.replicas.post_local import (
     post_localSGD_hook,
 )
 from offbeat.replicas.replica import Replica
+from offbeat.replicas.reports import RoundReport, log_rounds
 from offbeat.replicas.slowmo import SlowMo
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "Replica",
+    "RoundReport",
     "SlowMo",
+    "log_rounds",
     "post_localSGD_hook",
     "post_local_sgd_hook",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from offbeat.replicas.contents import Contents, Item, local_part
 from offbeat.replicas.fragment import Fragment
 from offbeat.replicas.landing import land
 from offbeat.replicas.offer import make_offer
+from offbeat.replicas.reports import Reports
 from offbeat.replicas.round import Offer, Outcome, exchange
 from offbeat.replicas.values import Values
 from offbeat.wire.peers import ExchangeError
@@ -29,10 +31,12 @@ class Flight:
     Attributes:
         pending: its outcome, when it is there.
         taken: the fragments whose weights the round has taken, and these weights: given back if it changes nothing.
+        exposed: how many seconds training has waited for it.
     """
 
     pending: Pending
     taken: list[tuple[Fragment, float]] = field(default_factory=list)
+    exposed: float = 0.0
 
 
 def attempt(problems: list[BaseException], do: Callable[..., Any], *args: Any, **options: Any) -> None:
@@ -55,7 +59,7 @@ class Board:
         count: the number of rounds begun.
         failed_in_a_row: the number of rounds that have failed since the last one that has not.
         flights: the rounds in flight, by level and fragment.
-        ended: called with the fragment and the outcome when a round has ended.
+        reports: what rounds did.
     """
 
     def __init__(self, contents: Contents, fragments: Sequence[Sequence[Fragment]], *, weighted: bool) -> None:
@@ -63,7 +67,7 @@ class Board:
         self.flights: dict[tuple[int, int], Flight] = {}
         self.background = Background()
         self.count = self.failed_in_a_row = 0
-        self.ended: Callable[[Fragment, Outcome], None] = lambda fragment, outcome: None
+        self.reports = Reports()
         self._warned: set[str] = set()
 
     def __iter__(self) -> Iterator[Fragment]:
@@ -134,13 +138,15 @@ class Board:
         if not has_others and fragment.outer is None:
             self.run(fragment, step)  # there is nobody to wait for, and nothing that comes late
             return
+        start = time.perf_counter()
         offer = make_offer(fragment, step, weight=self._weight(fragment, done), done=done, may_be_last=may_be_last)
         if has_others:
             pending = self.background.start(offer)
             self.count += 1
         else:
             pending = Pending(step, exchange(offer, fragment.membership))  # as late as with other replicas
-        self.flights[fragment.place, fragment.number] = Flight(pending, self._take_weights(fragment))
+        taken = self._take_weights(fragment)
+        self.flights[fragment.place, fragment.number] = Flight(pending, taken, time.perf_counter() - start)
 
     def run(
         self,
@@ -164,12 +170,12 @@ class Board:
         """
         problems: list[BaseException] = []
         self.land_below(fragment, problems, at_the_end=now or (done and may_be_last))
-        weight = self._weight(fragment, done)
+        weight, start = self._weight(fragment, done), time.perf_counter()
         offer = make_offer(
             fragment, step, weight=weight, done=done, now=now, may_be_last=may_be_last, steps=steps_made, waits=True
         )
         outcome = self._exchange_now(offer)
-        attempt(problems, self._finish_round, fragment, outcome, None)
+        attempt(problems, self._finish_round, fragment, outcome, None, exposed=time.perf_counter() - start)
         raise_together(problems)
         return outcome
 
@@ -250,13 +256,31 @@ class Board:
                 attempt(problems, self._land, other, mixing=mixing)
         flight = self.flights.pop((fragment.place, fragment.number))
         flight.pending.is_seen = True
-        attempt(problems, self._finish_round, fragment, flight.pending.wait(), flight, mixing=mixing)
+        start = time.perf_counter()
+        outcome = flight.pending.wait()
+        exposed = flight.exposed + time.perf_counter() - start
+        attempt(problems, self._finish_round, fragment, outcome, flight, mixing=mixing, exposed=exposed)
         raise_together(problems)
 
     def _finish_round(
-        self, fragment: Fragment, outcome: Outcome, flight: Flight | None, *, mixing: float | None = None
+        self,
+        fragment: Fragment,
+        outcome: Outcome,
+        flight: Flight | None,
+        *,
+        mixing: float | None = None,
+        exposed: float = 0.0,
     ) -> None:
-        """Apply an outcome, count it, and raise its error if it has failed."""
+        """Apply an outcome, count it, report it, and raise its error if it has failed."""
+        before, start = self.reports.anchors_before(fragment), time.perf_counter()
+        try:
+            self._apply(fragment, outcome, flight, mixing)
+        finally:
+            applying = time.perf_counter() - start
+            seconds = {"exposed": exposed + applying, "applying": applying}
+            self.reports.add(fragment, outcome, seconds, before)
+
+    def _apply(self, fragment: Fragment, outcome: Outcome, flight: Flight | None, mixing: float | None) -> None:
         for note in outcome.notes:
             warnings.warn(note, stacklevel=7)
         for difference in outcome.differences:
@@ -270,7 +294,6 @@ class Board:
             land(outcome, fragment, lower, mixing=fragment.level.kept if mixing is None else mixing)
         except BaseException as error:
             self._give_back(fragment, flight)
-            self.ended(fragment, outcome)
             if not (fragment.membership.tolerates_failures and isinstance(error, ExchangeError)):
                 raise
             self.failed_in_a_row += 1
@@ -286,7 +309,6 @@ class Board:
                 self._average_state(fragment, outcome)
         elif flight is not None:
             self._give_back(fragment, flight)
-        self.ended(fragment, outcome)
 
     def _complete(self, fragment: Fragment, outcome: Outcome) -> None:
         """Count a landing: it has moved the anchors of lower levels too."""

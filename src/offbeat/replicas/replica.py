@@ -52,6 +52,7 @@ from offbeat.replicas.options import (
     in_words,
 )
 from offbeat.replicas.outer import Outer
+from offbeat.replicas.reports import RoundHook, RoundReport
 from offbeat.replicas.round import Outcome
 from offbeat.replicas.schedule import Entry, Schedule
 from offbeat.replicas.state_dict import check_complete, check_rounds, load_rounds, outers_of, own_part, save_rounds
@@ -315,6 +316,25 @@ class Replica(OptimizerWrapper):
         with which ranks compare and vote. It does not count what a ``comm_hook`` of yours sends, nor what FSDP2 does.
         """
         return self._traffic.sent
+
+    @property
+    def last_round(self) -> RoundReport | None:
+        """What the newest round did, or None before the first."""
+        return self._board.reports.last
+
+    def register_round_hook(self, function: Callable[[RoundReport], Any], *, norms: bool = False) -> RoundHook:
+        """Call a function with a :class:`offbeat.RoundReport` when a round has ended, on the training thread.
+
+        Args:
+            function: called with the report.
+            norms: also compute the norms in the report, from now on; this takes two passes over the parameters a round.
+
+        Returns:
+            A handle; its ``remove()`` ends the calls.
+        """
+        self._board.reports.functions.append(function)
+        self._board.reports.norms = self._board.reports.norms or norms
+        return RoundHook(self._board.reports, function)
 
     def seen(self, amount: float) -> None:
         """With ``weighted=True``: tell how much data this rank has trained on since the last call.

@@ -14,10 +14,11 @@ without an outer optimizer, which keeps the updates of the :math:`k` steps in be
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -115,7 +116,9 @@ class Outcome:
         fresh: whether the mean becomes the anchors, because there were none.
         members: the ranks that took part.
         weights: their weights.
+        seconds: how long ``"comparing"`` and ``"exchanging"`` took.
         bytes_sent: what this rank has sent, by kind: ``"agreement"``, ``"parameters"``.
+        streams: on a GPU, the streams that the exchange has worked on, by device.
     """
 
     status: Literal["averaged", "rest", "skipped", "failed"]
@@ -141,6 +144,7 @@ class Outcome:
     fresh: bool = False
     members: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: Mapping[str, int] = field(default_factory=dict)
     streams: Mapping[torch.device, Any] = field(default_factory=dict)
 
@@ -153,20 +157,41 @@ def exchange(offer: Offer, membership: Membership) -> Outcome:
         for stream in offer.streams.values():
             streams.enter_context(torch.cuda.stream(stream))
         try:
+            clock = _Clock(membership)
             meeting = membership.meet(offer.hello.as_json())
             hellos = [merge([Hello.from_json(row) for row in rows]) for rows in meeting.hellos]
             verdict = decide(hellos, offer.rules)
             compare(offer, meeting, verdict)
             has_begun = True
+            clock.lap("comparing", "agreement", meeting)
             base = catch_up(offer, meeting, verdict)
             values, lost = reduce(offer, meeting, verdict)
             for stream in offer.streams.values():
                 stream.synchronize()
+            clock.lap("exchanging", "parameters", meeting)
             if verdict.action == "average" or any(verdict.behind):
                 meeting.commit()
+            clock.lap("comparing", "agreement", meeting)
         except BaseException as error:
             return _failed(offer, meeting, error, has_begun)
-    return _outcome(offer, meeting, hellos, verdict, base, values, lost)
+    outcome = _outcome(offer, meeting, hellos, verdict, base, values, lost)
+    return replace(outcome, seconds=clock.seconds, bytes_sent=clock.bytes)
+
+
+class _Clock:
+    """Seconds and bytes of the stages of an exchange."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.seconds: dict[str, float] = {}
+        self.bytes: dict[str, int] = {}
+        self._time, peers = time.perf_counter(), membership.peers
+        self._sent = 0 if peers is None or peers.is_closed else peers.bytes_sent
+
+    def lap(self, stage: str, kind: str, meeting: Meeting) -> None:
+        now, sent = time.perf_counter(), meeting.peers.bytes_sent
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._time
+        self.bytes[kind] = self.bytes.get(kind, 0) + max(0, sent - self._sent)
+        self._time, self._sent = now, sent
 
 
 def compare(offer: Offer, meeting: Meeting, verdict: Verdict) -> None:
