@@ -7,7 +7,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 from offbeat._version import __version__
-from offbeat.ddp import ReducedToOwners, reduce_to_owners
+from offbeat.ddp import CodecState, ReducedToOwners, codec_hook, reduce_to_owners
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
 from offbeat.optim import (
@@ -39,15 +39,17 @@ from offbeat.sync import (
     post_local_sgd_hook,
     post_localSGD_hook,
 )
-from offbeat.wire import CodecState, NotFinite, TopK, codec_hook
+from offbeat.wire import BlockCodec, Codec, NotFinite, TopK, register_codec
 from offbeat.wire.peers import ExchangeError
 from offbeat.wire.simulated import Simulation
 
 __all__ = [
     "LBFGS",
+    "BlockCodec",
     "CaptureError",
     "Chain",
     "Choice",
+    "Codec",
     "CodecState",
     "DiLoCo",
     "Disagreement",
@@ -81,6 +83,7 @@ __all__ = [
     "post_localSGD_hook",
     "post_local_sgd_hook",
     "reduce_to_owners",
+    "register_codec",
     "register_overlapped",
     "split_parameters",
 ]
