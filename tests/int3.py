@@ -35,6 +35,7 @@ class Int3(offbeat.BlockCodec):
 
     def decode_rows(self, records: Tensor, width: int) -> Tensor:
         scale = records[:, 0:1].int() << 16 | records[:, 1:2].int() << 24
-        packed = sum(records[:, 2 + i :: 3].int() << 8 * i for i in range(3))
+        first, second, third = (records[:, 2 + i :: 3].int() for i in range(3))
+        packed = first | second << 8 | third << 16
         codes = packed[:, :, None] >> 3 * torch.arange(8, device=records.device) & 7
         return (codes.flatten(1)[:, :width] - 3).float() * scale.view(torch.float32)

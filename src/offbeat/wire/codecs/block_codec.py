@@ -70,7 +70,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def decode_rows(self, records: Tensor, width: int) -> Tensor:
-        """Return the values of each record, one block of ``width`` elements a row, in float32."""
+        """Return the values in each row of ``records``, a block of ``width`` elements, in float32."""
 
     def kernel_arguments(self, numel: int) -> Sequence[int]:
         """Return further numbers that the kernels of this codec need for ``numel`` elements."""

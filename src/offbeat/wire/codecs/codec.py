@@ -72,7 +72,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_finite(self, x: Tensor, out: Tensor, residual: Tensor | None = None) -> None:
-        """Do the work of :meth:`encode`, whose arguments these are, for values that are known to be finite."""
+        """Encode values that are known to be finite. See :meth:`encode` for the arguments."""
 
     @abstractmethod
     def decode(self, data: Tensor, out: Tensor, *, add: bool = False) -> None:
@@ -105,7 +105,7 @@ class Codec(ABC):
         self.encode_finite(x, out, residual)
 
     def decode_sum(self, data: Sequence[Tensor], out: Tensor) -> None:
-        """Set ``out`` to the sum of several encodings, added in the order given."""
+        """Set ``out`` to the sum of the encodings in ``data``, added in this order."""
         if not data:
             out.zero_()
         for i, message in enumerate(data):
