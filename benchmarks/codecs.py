@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.machine import describe_machine
-from offbeat.wire.codec import Codec, TopK, make_codec
+from offbeat.wire.codecs import Codec, TopK, make_codec
 
 
 def best(function: Callable[[], object], device: torch.device, seconds: float = 0.4) -> float:

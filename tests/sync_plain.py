@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import offbeat
-from offbeat.wire.codec import make_codec
+from offbeat.wire.codecs import make_codec
 
 __all__ = ["Case", "draw", "simulate", "train"]
 

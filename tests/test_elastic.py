@@ -178,7 +178,7 @@ def test_a_replica_of_another_model_is_refused_by_name(lighthouse):
     site = Site(lighthouse, 0, 200, make(), wait=0.05)
     while site.optimizer is None:
         time.sleep(0.02)
-    with pytest.raises(offbeat.ExchangeError, match="'site0:.*trains something else"):
+    with pytest.raises(offbeat.ExchangeError, match=r"'site0:.*trains something else"):
         _other_model()
     site.stop_at = site.optimizer.steps + 1
 

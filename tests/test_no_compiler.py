@@ -244,18 +244,18 @@ def test_the_warning_names_a_cache_that_cannot_be_read(monkeypatch, tmp_path, be
 @pytest.mark.usefixtures("hidden")
 def test_the_reader_and_the_codecs_do_without_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
     from offbeat.engine import reader_build
-    from offbeat.wire import native
+    from offbeat.wire.codecs import c_kernels
 
     cache = locked(tmp_path / "kernels")
     monkeypatch.setenv("OFFBEAT_CACHE_DIR", str(cache))
     monkeypatch.setattr(reader_build, "_digest", lambda: "0")  # it reads the source, which may be out of reach too
     source = SimpleNamespace(read_text=lambda: "int codec;")
-    monkeypatch.setattr(native, "Path", lambda _: SimpleNamespace(with_name=lambda _: source))
+    monkeypatch.setattr(c_kernels, "Path", lambda _: SimpleNamespace(with_name=lambda _: source))
     with without_privileges():
         assert compiler.cached("*.so") == []
         with pytest.raises(compiler.CompilerError, match="kernels cannot be read: Permission denied"):
             reader_build.Build()
-        assert native._once.__wrapped__() is None
+        assert c_kernels._load_once.__wrapped__() is None
     cache.chmod(0o700)
 
 

@@ -61,8 +61,8 @@ with warnings.catch_warnings(record=True) as caught:
             state = [t for p in params for t in optimizer.state[p].values()]
             steps[f"{{name}} {{dtype}}"] = digest([*params, *state])
             tiers[name] = optimizer.tiers()[0].tier
-from offbeat.wire import native
-kernels = native.native_kernels()
+from offbeat.wire.codecs import c_kernels
+kernels = c_kernels.c_kernels()
 where = os.path.dirname(offbeat.__file__)
 maps = set()
 if os.path.exists("/proc/self/maps"):

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.wire.codec import Codec, TopK, make_codec
+from offbeat.wire.codecs import Codec, TopK, make_codec
+from tests.int3 import Int3
 
-__all__ = ["CODECS", "SIZES", "ThreadPeers", "decoded", "encoded", "error_bound", "run_threads"]
+__all__ = ["BUILT_IN", "CODECS", "SIZES", "ThreadPeers", "decoded", "encoded", "error_bound", "run_threads"]
 
-CODECS = [*map(make_codec, ("bf16", "fp16", "int8", "int4", "int2")), TopK(), TopK(0.1, bits=4), TopK(1.0, bits=8)]
+BUILT_IN = [*map(make_codec, ("bf16", "fp16", "int8", "int4", "int2")), TopK(), TopK(0.1, bits=4), TopK(1.0, bits=8)]
+#: Every property test runs over these. A new codec is one entry here, and its bound in error_bound().
+CODECS = [*BUILT_IN, Int3()]
 SIZES = [0, 1, 2, 3, 31, 33, 64, 255, 256, 257, 1000, 4095, 4097, 12289, 70001]
 
 #: An element that is NaN shows whoever reads memory that was not written.
@@ -45,8 +48,8 @@ def _of_block(codec: Codec, block: Tensor) -> Tensor:
     size, m = block.abs(), block.abs().max()
     if codec.name == "fp16":
         bound = torch.maximum(size * 2.0**-11, m * 2.0**-39)
-    elif codec.name == "int8":
-        bound = (m / 252).expand_as(block)
+    elif codec.name in ("int8", "int3"):
+        bound = (m / {"int8": 252, "int3": 5.9}[codec.name]).expand_as(block)
     elif codec.name in ("int4", "int2"):
         limit, most, clamped = {"int4": (-7.5 / 8, 15.8, 8), "int2": (-1.5 / 2, 3.9, 2)}[codec.name]
         sign = 1 if block.max() == m else -1
@@ -75,6 +78,10 @@ class ThreadPeers:
         self.rank, self.size, self.ranks = rank, size, list(range(size))
         self._shared, self._barrier = shared, barrier
         self.sent = self._turn = 0
+        self.device = torch.device("cpu")
+
+    def can_exchange(self, device: torch.device) -> bool:
+        return True
 
     def _swap(self, mine: Any) -> list[Any]:
         turn, self._turn = self._turn, self._turn + 1
@@ -103,13 +110,13 @@ class ThreadPeers:
         return _Done(finish)
 
 
-def run_threads(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
+def run_threads(size: int, function: Callable[[ThreadPeers], Any], kind: type[ThreadPeers] = ThreadPeers) -> list[Any]:
     """What the function returned, or the exception it raised, on each of the ranks."""
     shared, barrier, answers = {}, threading.Barrier(size), [None] * size
 
     def main(rank: int) -> None:
         try:
-            answers[rank] = function(ThreadPeers(rank, size, shared, barrier))
+            answers[rank] = function(kind(rank, size, shared, barrier))
         except Exception as error:
             answers[rank] = error
             if not isinstance(error, ValueError):

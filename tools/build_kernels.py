@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from offbeat.engine.cpu import compiler, kernel, shipped  # noqa: E402
 from offbeat.optim import optimizers  # noqa: E402
 from offbeat.replicas.slowmo import _SlowMomentum  # noqa: E402
-from offbeat.wire import native  # noqa: E402
+from offbeat.wire.codecs import c_kernels  # noqa: E402
 
 #: The list of the libraries, with a hash of each: setup.py takes these and no others.
 MADE = "made.json"
@@ -69,7 +69,7 @@ def sources(names: list[str]) -> list[str]:
         found[source] = None
         raise compiler.CompilerError("it is only recorded")
 
-    kernel.load = native.load = record
+    kernel.load = c_kernels.load = record
     for name in names:
         kernel._compiled.cache_clear()  # another rule may have had the same maths
         before, found = found, {}
@@ -85,8 +85,8 @@ def sources(names: list[str]) -> list[str]:
         if not found:
             raise SystemExit(f"no step of {name} wants a kernel: look at structures()")
         found = before | found
-    native._once.cache_clear()
-    native.native_kernels()
+    c_kernels._load_once.cache_clear()
+    c_kernels.c_kernels()
     return list(found)
 
 

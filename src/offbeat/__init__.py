@@ -7,7 +7,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 from offbeat._version import __version__
-from offbeat.ddp import ReducedToOwners, reduce_to_owners
+from offbeat.ddp import CodecState, ReducedToOwners, codec_hook, reduce_to_owners
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
 from offbeat.optim import (
@@ -41,16 +41,18 @@ from offbeat.replicas import (
     post_localSGD_hook,
 )
 from offbeat.rules import Rule, Slot
-from offbeat.wire import CodecState, NotFinite, TopK, codec_hook
+from offbeat.wire import BlockCodec, Codec, NotFinite, TopK, register_codec
 from offbeat.wire.elastic import Elastic
 from offbeat.wire.peers import ExchangeError
 from offbeat.wire.simulated import Simulation
 
 __all__ = [
     "LBFGS",
+    "BlockCodec",
     "CaptureError",
     "Chain",
     "Choice",
+    "Codec",
     "CodecState",
     "DiLoCo",
     "Disagreement",
@@ -87,6 +89,7 @@ __all__ = [
     "post_localSGD_hook",
     "post_local_sgd_hook",
     "reduce_to_owners",
+    "register_codec",
     "register_overlapped",
     "split_parameters",
 ]

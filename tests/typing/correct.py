@@ -105,6 +105,28 @@ def overlap(model: nn.Module, ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(offbeat.CodecState(offbeat.TopK(0.03, bits=2)), offbeat.codec_hook)
 
 
+@offbeat.register_codec("signs")
+class Signs(offbeat.BlockCodec):
+    block = 64
+
+    def record_bytes(self, width: int) -> int:
+        return width
+
+    def encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+        records.copy_(rows >= 0)
+        return self.decode_rows(records, rows.shape[1])
+
+    def decode_rows(self, records: Tensor, width: int) -> Tensor:
+        return records * 2.0 - 1
+
+
+def codecs() -> None:
+    codec: offbeat.Codec = Signs()
+    assert_type(codec.encoded_bytes(100), int)
+    assert_type(offbeat.CodecState("signs").codec, offbeat.Codec)
+    offbeat.CodecState(codec)
+
+
 class Custom(torch.optim.Optimizer):
     def update_some(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None: ...
 

@@ -50,9 +50,11 @@ def overlap(model: nn.Module, optimizer: offbeat.AdamW, ddp: DistributedDataPara
     offbeat.overlap(optimizer, ddp, comm_hook="fp16")  # wrong
     offbeat.overlap(optimizer, ddp, comm_hook=lambda bucket: bucket)  # wrong
     offbeat.reduce_to_owners(optimizer, model)  # wrong
-    offbeat.CodecState(codec="int5")  # wrong
+    offbeat.CodecState(codec=5)  # wrong
     offbeat.CodecState(not_finite="skip")  # wrong
     offbeat.TopK(0.03, bits=3)  # wrong
+    offbeat.register_codec(8)  # wrong
+    offbeat.register_codec("mine")(nn.Linear)  # wrong
     ddp.register_comm_hook(offbeat.CodecState("int8"), offbeat.codec_hok)  # wrong
     offbeat.register_overlapped(torch.optim.SGD)(nn.Linear)  # wrong
     offbeat.register_overlapped(nn.Linear)  # wrong
@@ -76,7 +78,7 @@ def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
     offbeat.SlowMo(inner, model, bufers="keep")  # wrong
     offbeat.SlowMo(inner, model, buffers="mean")  # wrong
     offbeat.SlowMo(inner, model, level={"dealy": 1})  # wrong
-    offbeat.DiLoCo(inner, model, codec="int5")  # wrong
+    offbeat.DiLoCo(inner, model, codec=5)  # wrong
     offbeat.DiLoCo(inner, model, outer=inner)  # wrong
     offbeat.DiLoCo(inner, model, undo="tape")  # wrong
     offbeat.DiLoCo(inner, model, fragments="strided")  # wrong
@@ -84,7 +86,7 @@ def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
     offbeat.DiLoCo(inner, model, nonfinite="ignore")  # wrong
     offbeat.SlowMo(inner, model, deadline="soon")  # wrong
     offbeat.Level(4)  # wrong
-    offbeat.Level(every=4, codec="int5")  # wrong
+    offbeat.Level(every=4, codec=5)  # wrong
     offbeat.Level(every=4, anchor="gpu")  # wrong
     offbeat.Replica(inner, model)  # wrong
     offbeat.Replica(inner, model, [4, 16])  # wrong

@@ -13,9 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offbeat import _torch
 from offbeat.ddp.background import Background
+from offbeat.ddp.bucket_numbers import BucketNumbers
+from offbeat.ddp.codec_hook import CodecState
 from offbeat.ddp.mean import DdpMean
 from offbeat.passes import current_pass, queue_callback
-from offbeat.wire.hooks import CodecState
 
 __all__ = ["CommHook", "Listener", "Reducer", "UserHook"]
 
@@ -91,7 +92,7 @@ class CommHook:
         self._background = Background()
         self._error: tuple[int, BaseException] | None = None  # and the pass that it belongs to
         self._passes = 0  # that have begun
-        self._pass, self._more = -1, 0  # of the last bucket that DDP called the first, and how many others it did
+        self._numbers = BucketNumbers()
 
     @staticmethod
     def find(ddp: DistributedDataParallel, *, instead: str) -> CommHook | None:
@@ -188,7 +189,9 @@ class CommHook:
         params, buffer = bucket.parameters(), bucket.buffer()
         # Under join(), a rank that has no more data reduces zeros outside of backward to keep the other ranks going.
         listeners = self.listeners if current_pass() != -1 else []
-        index, ends_pass = self._number(bucket)
+        index = self._numbers.number(bucket)
+        # Of several buckets called the first, the end of the pass is awaited from the second on.
+        ends_pass = self._numbers.extra == 1 if self._numbers.extra else bucket.is_last()
         if index == 0:
             self._passes, self._error = self._passes + 1, None
         now = self._passes
@@ -224,20 +227,6 @@ class CommHook:
             views.clear()
 
         return self._background.after(reduced, buffer, work, failed)
-
-    def _number(self, bucket: Any) -> tuple[int, bool]:
-        """The number of a bucket in this backward pass, and whether the end of the pass is to be awaited from here on.
-
-        In the first pass of a static graph DDP reduces all buckets (one for each dtype) at the end of backward, calls
-        each of them number 0, and none of them the last.
-        """
-        now, index = current_pass(), bucket.index()
-        if index == 0 and now != -1 and now == self._pass:
-            self._more += 1
-            return self._more, self._more == 1
-        if index == 0:
-            self._pass, self._more = now, 0
-        return index, bucket.is_last()
 
     def _end_pass(self, listeners: list[weakref.ref[Listener]]) -> None:
         found_error, self._error = self._error, None

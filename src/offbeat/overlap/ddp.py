@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat import _torch
-from offbeat.ddp import CommHook, UserHook
+from offbeat.ddp import CodecState, CommHook, UserHook
 from offbeat.overlap.arrivals import Arrivals
 from offbeat.overlap.consumed import ConsumedGradient, lift, receive
 from offbeat.overlap.module_hook import ModuleHook
 from offbeat.overlap.source import Source, refuse_graph
 from offbeat.overlap.step import Step
 from offbeat.passes import current_pass, is_nested
-from offbeat.wire.hooks import CodecState
 
 __all__ = ["DdpSource", "check_ddp"]
 

@@ -22,7 +22,7 @@ from offbeat.replicas.options import (
     with_options,
 )
 from offbeat.replicas.replica import Replica
-from offbeat.wire.codec import CodecSpec
+from offbeat.wire.codecs import CodecSpec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

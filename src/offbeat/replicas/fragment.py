@@ -13,9 +13,9 @@ from offbeat.replicas.contents import Contents, Item, local_part
 from offbeat.replicas.level import Level
 from offbeat.replicas.outer import Outer
 from offbeat.replicas.values import Reduction, Values
-from offbeat.wire.codec import make_codec
-from offbeat.wire.coded import CodedMean
+from offbeat.wire.codecs import make_codec
 from offbeat.wire.membership import Membership
+from offbeat.wire.sums import CodedMean
 
 __all__ = ["Fragment"]
 

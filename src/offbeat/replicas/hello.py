@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from offbeat.replicas.compare import Disagreement, compare_options, names_of_ranks
 from offbeat.replicas.state_policy import check_keys_of_state
-from offbeat.wire.base import NotFinite
+from offbeat.wire.codecs import NotFinite
 from offbeat.wire.peers import ExchangeError
 
 __all__ = ["INNER_RATE", "Hello", "OuterOptions", "Rules", "Verdict", "decide", "merge"]

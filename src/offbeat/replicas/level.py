@@ -22,7 +22,7 @@ from offbeat.replicas.options import (
     in_words,
 )
 from offbeat.replicas.schedule import check_period
-from offbeat.wire.codec import CodecSpec, make_codec
+from offbeat.wire.codecs import CodecSpec, make_codec
 
 __all__ = ["Level", "options_in_words"]
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 import torch
 from torch.optim import Optimizer
 
-from offbeat.wire.base import Codec
+from offbeat.wire.codecs import Codec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from offbeat._types import CommHook, Group
-    from offbeat.wire.codec import CodecSpec
+    from offbeat.wire.codecs import CodecSpec
     from offbeat.wire.elastic import Elastic
     from offbeat.wire.simulated import SimulatedPeers
 

@@ -29,7 +29,7 @@ class RoundReport:
         level: the level, counted from the lowest.
         fragment: the fragment of the level.
         version: how many landings have moved the anchors of the fragment so far.
-        status: ``"landed"``; ``"skipped"`` if replicas agreed to change nothing; ``"failed"`` if nothing of it was used.
+        status: ``"landed"``; ``"skipped"`` if replicas agreed to change nothing; ``"failed"`` if nothing was used.
         reason: why it was skipped or failed, or what else is to be said; empty if nothing is.
         members: the ranks that took part; with :class:`offbeat.Elastic` their places.
         weights: their weights in the mean.

@@ -29,7 +29,7 @@ from offbeat.replicas.contents import MEAN, Item
 from offbeat.replicas.fragment import Fragment
 from offbeat.replicas.hello import Hello, OuterOptions, Rules, Verdict, decide, merge
 from offbeat.replicas.values import Values
-from offbeat.wire.base import NotFinite
+from offbeat.wire.codecs import NotFinite
 from offbeat.wire.membership import Meeting, Membership
 from offbeat.wire.peers import ExchangeError, Peers
 from offbeat.wire.tree import broadcast_tree

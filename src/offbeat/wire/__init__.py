@@ -1,21 +1,18 @@
-"""What travels between replicas: codecs, which make numbers small, and reducers, which sum them over ranks.
+"""What travels between replicas: codecs, which make numbers small, and peers and sums over ranks.
 
 The room stands on torch alone. From the engine it takes only the C compiler, so it sits beside ``optim``, below
 ``ddp``, ``overlap`` and ``sync``, all of which may use it.
 """
 
-from offbeat.wire.codec import Codec, NotFinite, TopK, make_codec
-from offbeat.wire.coded import CodedMean
-from offbeat.wire.feedback import ErrorFeedback
-from offbeat.wire.hooks import CodecState, codec_hook
+from offbeat.wire.codecs import BlockCodec, Codec, NotFinite, TopK, make_codec, register_codec
+from offbeat.wire.sums import CodedMean
 
 __all__ = [
+    "BlockCodec",
     "Codec",
-    "CodecState",
     "CodedMean",
-    "ErrorFeedback",
     "NotFinite",
     "TopK",
-    "codec_hook",
     "make_codec",
+    "register_codec",
 ]

@@ -175,13 +175,13 @@ class ElasticMembership:
             time.sleep(0.2)
 
     def _fetch(self, training: list[Member]) -> Any:
-        problems = []
-        for member in training:
-            try:
-                return fetch(str(member.says.get("server", "")), self._run)
-            except ExchangeError as error:  # it may have gone meanwhile
-                problems.append(str(error))
-        raise ExchangeError(f"no replica that trains could hand over its state: {'; '.join(problems)}")
+        member, *others = training
+        try:
+            return fetch(str(member.says.get("server", "")), self._run)
+        except ExchangeError:  # it may have gone meanwhile
+            if not others:
+                raise
+            return self._fetch(others)
 
     def meet(self, hello: Mapping[str, Any]) -> Meeting:
         """See :class:`~offbeat.wire.membership.Membership`."""

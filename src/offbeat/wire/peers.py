@@ -130,7 +130,7 @@ class GroupPeers:
 
     def can_exchange(self, device: torch.device) -> bool:
         """Whether tensors on this device can be exchanged."""
-        kinds = ["cpu", "cuda"] if self._owned else _torch.device_types(self.group)
+        kinds = ["cpu"] if self._owned else _torch.device_types(self.group)
         return not kinds or device.type in kinds
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Work:

@@ -1,4 +1,4 @@
-"""The codecs as a communication hook of ``DistributedDataParallel``.
+"""``codec_hook``: a communication hook of ``DistributedDataParallel`` that encodes gradients.
 
 Buckets are exchanged in stages while backward goes on: when a bucket is full, it is encoded and sent, the bucket
 before it is added up and sent back, and the one before that is decoded. All of it happens in the thread that runs
@@ -17,14 +17,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
 from offbeat._types import Group
-from offbeat.passes import current_pass
-from offbeat.wire.base import Codec
-from offbeat.wire.codec import CodecName, make_codec
-from offbeat.wire.coded import CodedMean
-from offbeat.wire.feedback import ErrorFeedback
+from offbeat.ddp.bucket_numbers import BucketNumbers
+from offbeat.ddp.coded_buckets import BucketPass, CodedBucket, Losses
+from offbeat.wire.codecs.codec import Codec
+from offbeat.wire.codecs.registry import CodecName, make_codec
 from offbeat.wire.groups import members, whole
-from offbeat.wire.hook_pass import BucketPass, Lost
 from offbeat.wire.peers import GroupPeers
+from offbeat.wire.sums import CodedMean
 
 if TYPE_CHECKING:
     from offbeat._torch import GradBucket
@@ -36,8 +35,8 @@ class CodecState:
     """The state of :func:`codec_hook`: one for each DDP module.
 
     Args:
-        codec: how gradients are encoded: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"``, or a codec such as
-            ``TopK(0.03)``.
+        codec: how gradients are encoded: ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"``, another registered
+            name, or a codec such as ``TopK(0.03)``.
         process_group: the group of the DDP module; the default group by default.
         error_feedback: the decay of what encoding loses, which is added to the next gradient. 1 keeps it whole, and
             None drops it. Takes as much memory as the gradients in float32, and during backward twice as much: what was
@@ -74,8 +73,8 @@ class CodecState:
         not_finite: Literal["raise", "nan"] = "raise",
         scaler: GradScaler | None = None,
     ) -> None:
-        made = make_codec(codec)
-        if made is None:
+        resolved = make_codec(codec)
+        if resolved is None:
             raise ValueError("codec=None leaves nothing for codec_hook to do; register no hook, or name a codec")
         if not_finite not in ("raise", "nan"):
             raise ValueError(f"not_finite={not_finite!r} must be 'raise' or 'nan'")
@@ -87,39 +86,37 @@ class CodecState:
                 "must be scaled anew when the scale changes; pass the GradScaler that scales the loss, or "
                 "GradScaler(enabled=False) if none does"
             )
-        self.codec, self.process_group, self.not_finite, self.scaler = made, process_group, not_finite, scaler
-        self.feedback = None if error_feedback is None else ErrorFeedback(error_feedback)
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._mean = CodedMean(self.codec, return_sum_error=self.feedback is not None)
-        self._residuals: Lost = {}
+        self.codec, self.process_group, self.not_finite, self.scaler = resolved, process_group, not_finite, scaler
+        self.error_feedback, decay = error_feedback, 1.0 if error_feedback is None else error_feedback
+        self._mean = CodedMean(resolved, return_sum_error=error_feedback is not None, decay=decay)
+        self._residuals: Losses = {}
         self._scale = 1.0  # of the residuals
         self._pass: BucketPass | None = None
-        self._task, self._more = -1, 0  # of the last bucket that DDP called the first, and how many others it did
+        self._numbers = BucketNumbers()
 
     def run(self, bucket: GradBucket) -> Future[Tensor]:
         """Called by DDP when a bucket is full."""
-        number, is_last = self._number(bucket)
+        number = self._numbers.number(bucket)
         if number == 0:
             self._begin_pass()
-        now = self._pass
-        assert now is not None, "DDP begins with bucket 0"
+        current = self._pass
+        assert current is not None, "DDP begins with bucket 0"
         try:
-            now.watch()
-            now.advance()
-            future = self._start(now, bucket, number)
-            if is_last:
-                now.drain()
-                if not self._more:  # else nobody knows whether another follows, and the next pass does it
-                    self._keep(now)
+            current.watch()
+            current.advance()
+            future = current.start(self._encodable(bucket, number, current.scale))
+            if self._numbers.extra:
+                current.drain()  # another bucket may follow, so the next pass takes over the residuals
+            elif bucket.is_last():
+                current.drain()
+                self._keep_residuals(current)
         except BaseException as error:
-            now.abort(error)
+            current.abort(error)
             raise
         return future
 
     def abort(self) -> None:
-        """Give up the buckets that are on their way, after a backward pass that failed: their futures fail."""
+        """Give up the buckets in flight, after a backward pass that failed: their futures fail."""
         if self._pass is not None:
             self._pass.abort()
 
@@ -128,31 +125,18 @@ class CodecState:
         return self._residual(bucket.index(), _layout(bucket))
 
     def _residual(self, number: int, layout: tuple[int, ...]) -> Tensor | None:
-        found, residual = self._residuals.get(number, ((), None))
-        return residual if found == layout else None
-
-    def _number(self, bucket: GradBucket) -> tuple[int, bool]:
-        """The number of a bucket in this backward pass, and whether no other may follow.
-
-        In the first pass of a static graph DDP reduces all buckets (one for each dtype) at the end of backward, calls
-        each of them number 0, and none of them the last; then it waits for all.
-        """
-        now, index = current_pass(), bucket.index()
-        if index == 0 and now != -1 and now == self._task and self._pass is not None:
-            self._more += 1
-            return self._more, True
-        if index == 0:
-            self._task, self._more = now, 0
-        return index, bucket.is_last()
+        residual_layout, residual = self._residuals.get(number, ((), None))
+        return residual if residual_layout == layout else None
 
     def _begin_pass(self) -> None:
         if self._pass is not None:
             self._pass.abort()  # if its backward pass has failed
-            self._keep(self._pass)
+            self._keep_residuals(self._pass)
         scale = 1.0 if self.scaler is None else float(self.scaler.get_scale())
         self._pass = BucketPass(self._mean, self.not_finite, scale)
 
-    def _start(self, now: BucketPass, bucket: GradBucket, number: int) -> Future[Tensor]:
+    def _encodable(self, bucket: GradBucket, number: int, scale: float) -> CodedBucket:
+        """Return the bucket with its values divided by the number of ranks, in float32, and with error feedback."""
         buffer: Tensor = bucket.buffer()
         if buffer.layout != torch.strided:
             raise ValueError(
@@ -163,40 +147,33 @@ class CodecState:
         peers = GroupPeers(group, members(group))
         values = buffer if buffer.dtype == torch.float32 else buffer.to(torch.float32)
         values.div_(peers.size)
-        pending = None
-        if self.feedback is not None:
+        corrected = None
+        if self.error_feedback is not None:
             residual = self._residual(number, layout)
-            if residual is not None and now.scale != self._scale:
-                change = now.scale / self._scale if self._scale else math.inf
+            if residual is not None and scale != self._scale:
+                change = scale / self._scale if self._scale else math.inf
                 residual = residual * change if math.isfinite(change) else None
-            pending = self.feedback.correct(values, residual)
-        return now.start(buffer, number, layout, peers, values, pending)
+            decay = self.error_feedback
+            corrected = values.clone() if residual is None else torch.add(values, residual, alpha=decay)
+        return CodedBucket(buffer, number, layout, peers, values, corrected)
 
-    def _keep(self, now: BucketPass) -> None:
-        """Take over what a pass has lost: of all of its buckets, or of none if any gradient is thrown away."""
-        if self.feedback is not None and now.is_complete and now.is_sound:
-            self._residuals, self._scale = dict(now.lost), now.scale
+    def _keep_residuals(self, ended: BucketPass) -> None:
+        """Take over the residuals of a pass: of all of its buckets, or of none if any gradient is thrown away."""
+        if self.error_feedback is not None and ended.is_complete and ended.is_sound:
+            self._residuals, self._scale = dict(ended.losses), ended.scale
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodecState:
-        found = type(self).__new__(type(self))
-        found.__dict__.update(self.__dict__)  # a process group, a scaler and a codec are not copied
-        found._begin_anew()
-        return found
+        # A process group, a scaler and a codec are not copied.
+        return type(self)(self.codec, self.process_group, self.error_feedback, self.not_finite, self.scaler)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> Any:
         if self.process_group is not None:
             warnings.warn(
                 "a process group cannot be saved, and a CodecState that is loaded has none, which means all ranks; set "
                 "its process_group",
                 stacklevel=2,
             )
-        own = ("process_group", "_mean", "_residuals", "_scale", "_pass", "_task", "_more")
-        return {key: value for key, value in self.__dict__.items() if key not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.process_group = None
-        self._begin_anew()
+        return type(self), (self.codec, None, self.error_feedback, self.not_finite, self.scaler)
 
 
 def _layout(bucket: GradBucket) -> tuple[int, ...]:
@@ -209,7 +186,7 @@ def codec_hook(state: CodecState, bucket: GradBucket) -> Future[Tensor]:
     Register it with DDP, or pass it to :func:`offbeat.overlap` as ``comm_hook``, with ``comm_state``.
 
     Args:
-        state: the codec and what it remembers; one for each DDP module.
+        state: the codec, its options and residuals; one for each DDP module.
         bucket: the bucket of gradients that DDP has filled, a :class:`torch.distributed.GradBucket`.
 
     Returns:

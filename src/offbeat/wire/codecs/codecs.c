@@ -1,5 +1,5 @@
 /* The codecs of offbeat.wire, each in one pass over memory. The same bytes and bits as the versions in plain torch: see
-   blocks.py, halves.py and topk.py for what is computed.
+   integers.py, halves.py and topk.py for what is computed. Values are finite.
 
    A block is copied to the stack before it is encoded: the compiler then knows that nothing overlaps, also where the
    residual replaces the values. */
@@ -46,9 +46,21 @@ i64 offbeat_is_finite(const f32 *x, i64 n) {
   return largest < INFINITE;
 }
 
+/* A codec of whole blocks and then one that may be shorter. `arguments` are those of kernel_arguments(). */
+#define CODEC(encode, decode, block, record, encode_block, decode_block)                                               \
+  void encode(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *arguments) {                                     \
+    for (; n >= block; n -= block, x += block, out += record, residual = residual ? residual + block : 0)              \
+      encode_block(x, block, out, residual, arguments);                                                                \
+    if (n) encode_block(x, (int)n, out, residual, arguments);                                                          \
+  }                                                                                                                    \
+  void decode(const u8 *data, i64 n, f32 *out, i64 add, const i64 *arguments) {                                        \
+    for (; n >= block; n -= block, out += block, data += record) decode_block(data, block, out, add != 0, arguments);  \
+    if (n) decode_block(data, (int)n, out, add != 0, arguments);                                                       \
+  }
+
 /* Integers: see IntCodec. */
 
-INLINE int encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int bits, int low, int high, int is_signed,
+INLINE void encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int bits, int low, int high, int is_signed,
                             u32 cap) {
   f32 values[256];
   int codes[256 + 8], up = 0;
@@ -61,7 +73,6 @@ INLINE int encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int
   }
   u32 positive = (u32)up, negative = down >> 31 ? down & 0x7fffffffu : 0;
   u32 largest = positive > negative ? positive : negative;
-  if (largest >= INFINITE) return 0;
   u32 scale_bits = bf16_up(as_float(largest) * (1.0f / (f32)high));
   if (scale_bits > cap) scale_bits = cap;
   if (largest < TINY) scale_bits = 0;
@@ -86,7 +97,6 @@ INLINE int encode_int_block(const f32 *x, int width, u8 *out, f32 *residual, int
   if (bits == 2)
     for (int j = 0; j < stride; ++j)
       out[j] = (u8)(codes[j] | codes[j + stride] << 2 | codes[j + 2 * stride] << 4 | codes[j + 3 * stride] << 6);
-  return 1;
 }
 
 INLINE void decode_int_block(const u8 *data, int width, f32 *out, int add, int bits, int low) {
@@ -104,37 +114,27 @@ INLINE void decode_int_block(const u8 *data, int width, f32 *out, int add, int b
     for (int j = 0; j < width; ++j) out[j] = values[j];
 }
 
-#define INT_CODEC(encode, decode, block, bits, low, high, is_signed, cap)                                              \
-  i64 encode(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *unused) {                                         \
-    i64 record = 2 + block * bits / 8, whole = n / block;                                                              \
-    int rest = (int)(n % block);                                                                                       \
-    for (i64 b = 0; b < whole; ++b)                                                                                    \
-      if (!encode_int_block(x + b * block, block, out + b * record, residual ? residual + b * block : 0, bits, low,    \
-                            high, is_signed, cap))                                                                     \
-        return 0;                                                                                                      \
-    return !rest || encode_int_block(x + whole * block, rest, out + whole * record,                                    \
-                                     residual ? residual + whole * block : 0, bits, low, high, is_signed, cap);        \
+#define INT_CODEC(name, encode, decode, block, bits, low, high, is_signed, cap)                                        \
+  INLINE void encode_##name(const f32 *x, int width, u8 *out, f32 *residual, const i64 *unused) {                      \
+    encode_int_block(x, width, out, residual, bits, low, high, is_signed, cap);                                        \
   }                                                                                                                    \
-  void decode(const u8 *data, i64 n, f32 *out, i64 add, const i64 *unused) {                                           \
-    i64 record = 2 + block * bits / 8, whole = n / block;                                                              \
-    int rest = (int)(n % block);                                                                                       \
-    for (i64 b = 0; b < whole; ++b)                                                                                    \
-      decode_int_block(data + b * record, block, out + b * block, add != 0, bits, low);                                \
-    if (rest) decode_int_block(data + whole * record, rest, out + whole * block, add != 0, bits, low);                 \
-  }
+  INLINE void decode_##name(const u8 *data, int width, f32 *out, int add, const i64 *unused) {                         \
+    decode_int_block(data, width, out, add, bits, low);                                                                \
+  }                                                                                                                    \
+  CODEC(encode, decode, block, 2 + block * bits / 8, encode_##name, decode_##name)
 
-INT_CODEC(offbeat_encode_int8, offbeat_decode_int8, 256, 8, -127, 127, 0, 0x7c01u)
-INT_CODEC(offbeat_encode_int4, offbeat_decode_int4, 64, 4, -7, 8, 1, 0x7dffu)
-INT_CODEC(offbeat_encode_int2, offbeat_decode_int2, 32, 2, -1, 2, 1, 0x7effu)
+INT_CODEC(int8, offbeat_encode_int8, offbeat_decode_int8, 256, 8, -127, 127, 0, 0x7c01u)
+INT_CODEC(int4, offbeat_encode_int4, offbeat_decode_int4, 64, 4, -7, 8, 1, 0x7dffu)
+INT_CODEC(int2, offbeat_encode_int2, offbeat_decode_int2, 32, 2, -1, 2, 1, 0x7effu)
 
 /* Half precision. */
 
 #define HALVES 256
 
-INLINE int encode_bf16_block(const f32 *x, int width, u8 *out, f32 *residual) {
+INLINE void encode_bf16(const f32 *x, int width, u8 *out, f32 *residual, const i64 *unused) {
   f32 values[HALVES];
   u16 codes[HALVES];
-  if (copy_largest(x, width, values) >= INFINITE) return 0;
+  memcpy(values, x, 4 * width);
   for (int j = 0; j < width; ++j) {
     u32 bits = as_bits(values[j]), size = bits & 0x7fffffffu;
     u32 rounded = (size + 0x7fffu + (size >> 16 & 1u)) >> 16;
@@ -144,17 +144,9 @@ INLINE int encode_bf16_block(const f32 *x, int width, u8 *out, f32 *residual) {
   if (residual)
     for (int j = 0; j < width; ++j) residual[j] = values[j] - as_float((u32)codes[j] << 16);
   memcpy(out, codes, 2 * width);
-  return 1;
 }
 
-i64 offbeat_encode_bf16(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *unused) {
-  i64 j = 0;
-  for (; j + HALVES <= n; j += HALVES)
-    if (!encode_bf16_block(x + j, HALVES, out + 2 * j, residual ? residual + j : 0)) return 0;
-  return j == n || encode_bf16_block(x + j, (int)(n - j), out + 2 * j, residual ? residual + j : 0);
-}
-
-INLINE void decode_bf16_block(const u8 *data, int width, f32 *out, int add) {
+INLINE void decode_bf16(const u8 *data, int width, f32 *out, int add, const i64 *unused) {
   u16 codes[HALVES];
   memcpy(codes, data, 2 * width);
   if (add)
@@ -163,11 +155,7 @@ INLINE void decode_bf16_block(const u8 *data, int width, f32 *out, int add) {
     for (int j = 0; j < width; ++j) out[j] = as_float((u32)codes[j] << 16);
 }
 
-void offbeat_decode_bf16(const u8 *data, i64 n, f32 *out, i64 add, const i64 *unused) {
-  i64 j = 0;
-  for (; j + HALVES <= n; j += HALVES) decode_bf16_block(data + 2 * j, HALVES, out + j, add != 0);
-  if (j < n) decode_bf16_block(data + 2 * j, (int)(n - j), out + j, add != 0);
-}
+CODEC(offbeat_encode_bf16, offbeat_decode_bf16, HALVES, 2 * HALVES, encode_bf16, decode_bf16)
 
 /* These two work on whole multiples of 8; blocks have room for it. */
 INLINE void to_half(const f32 *values, u16 *codes, int width) {
@@ -188,11 +176,10 @@ INLINE void from_half(const u16 *codes, f32 *values, int width) {
 #endif
 }
 
-INLINE int encode_fp16_block(const f32 *x, int width, u8 *out, f32 *residual) {
+INLINE void encode_fp16(const f32 *x, int width, u8 *out, f32 *residual, const i64 *unused) {
   f32 values[HALVES], scaled[HALVES] = {0};
   u16 codes[HALVES];
   u32 largest = copy_largest(x, width, values);
-  if (largest >= INFINITE) return 0;
   u32 exponent = (largest >> 23) - 15;
   f32 scale = 0, inverse = 0;
   if (largest >= TINY) scale = as_float(exponent << 23), inverse = as_float((254 - exponent) << 23);
@@ -208,17 +195,9 @@ INLINE int encode_fp16_block(const f32 *x, int width, u8 *out, f32 *residual) {
   }
   store16(out, as_bits(scale) >> 16);
   memcpy(out + 2, codes, 2 * width);
-  return 1;
 }
 
-i64 offbeat_encode_fp16(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *unused) {
-  i64 j = 0;
-  for (; j + HALVES <= n; j += HALVES, out += 2 + 2 * HALVES)
-    if (!encode_fp16_block(x + j, HALVES, out, residual ? residual + j : 0)) return 0;
-  return j == n || encode_fp16_block(x + j, (int)(n - j), out, residual ? residual + j : 0);
-}
-
-INLINE void decode_fp16_block(const u8 *data, int width, f32 *out, int add) {
+INLINE void decode_fp16(const u8 *data, int width, f32 *out, int add, const i64 *unused) {
   u16 codes[HALVES] = {0};
   f32 values[HALVES], scale = as_float(load16(data) << 16);
   memcpy(codes, data + 2, 2 * width);
@@ -229,17 +208,18 @@ INLINE void decode_fp16_block(const u8 *data, int width, f32 *out, int add) {
     for (int j = 0; j < width; ++j) out[j] = values[j] * scale;
 }
 
-void offbeat_decode_fp16(const u8 *data, i64 n, f32 *out, i64 add, const i64 *unused) {
-  i64 j = 0;
-  for (; j + HALVES <= n; j += HALVES, data += 2 + 2 * HALVES) decode_fp16_block(data, HALVES, out + j, add != 0);
-  if (j < n) decode_fp16_block(data, (int)(n - j), out + j, add != 0);
-}
+CODEC(offbeat_encode_fp16, offbeat_decode_fp16, HALVES, 2 + 2 * HALVES, encode_fp16, decode_fp16)
 
 /* Top-k: see TopK. */
 
 #define CHUNK 4096
 
 struct layout { i64 width, k, low, unary, bytes; };
+
+/* The arguments are the bits of a value, then the layouts of a whole chunk and of the last one. */
+INLINE const struct layout *layout_of(const i64 *arguments, int width) {
+  return (const struct layout *)(arguments + 1) + (width != CHUNK);
+}
 
 INLINE void put(u8 *p, i64 at, u32 value) {
   p += at >> 3;
@@ -289,14 +269,14 @@ static f32 sent_value(u32 code, f32 smallest, f32 step) {
   return code & 1 ? -size : size;
 }
 
-static int encode_chunk(const f32 *x, u8 *out, f32 *residual, const struct layout *at, int bits) {
+static void encode_chunk(const f32 *x, int width, u8 *out, f32 *residual, const i64 *arguments) {
+  const struct layout *at = layout_of(arguments, width);
   u32 sizes[CHUNK], largest = 0, smallest = INFINITE;
-  int index[CHUNK], width = (int)at->width, k = (int)at->k, count = 0, over = 0;
+  int index[CHUNK], bits = (int)arguments[0], k = (int)at->k, count = 0, over = 0;
   for (int j = 0; j < width; ++j) {
     sizes[j] = as_bits(x[j]) & 0x7fffffffu;
     largest = sizes[j] > largest ? sizes[j] : largest;
   }
-  if (largest >= INFINITE) return 0;
   u32 least = k < width ? threshold(sizes, width, k) : 0;
   for (int j = 0; j < width; ++j) over += sizes[j] > least;
   int room = k - over;
@@ -333,38 +313,23 @@ static int encode_chunk(const f32 *x, u8 *out, f32 *residual, const struct layou
     put(out, unary + (j >> at->low) + i, 1);
     put(out, codes + i * bits, code);
   }
-  return 1;
 }
 
-static void decode_chunk(const u8 *data, f32 *out, int add, const struct layout *at, int bits) {
-  int count = (int)load16(data), k = (int)at->k;
+static void decode_chunk(const u8 *data, int width, f32 *out, int add, const i64 *arguments) {
+  const struct layout *at = layout_of(arguments, width);
+  int count = (int)load16(data), bits = (int)arguments[0], k = (int)at->k;
   count = count < k ? count : k;
   f32 step = as_float(load16(data + 2) << 16), from;
   memcpy(&from, data + 4, 4);
   data += 8;
-  if (!add) memset(out, 0, 4 * (size_t)at->width);
+  if (!add) memset(out, 0, 4 * (size_t)width);
   i64 place = k * at->low, codes = place + at->unary, end = codes;
   for (int i = 0; i < count && place < end; ++i, ++place) {
     while (place < end && !(data[place >> 3] >> (place & 7) & 1)) ++place;
     i64 j = (place - k * at->low - i) << at->low | get(data, i * at->low, (int)at->low);
     f32 value = sent_value(get(data, codes + (i64)i * bits, bits), from, step);
-    if (j < at->width) out[j] = add ? out[j] + value : value;
+    if (j < width) out[j] = add ? out[j] + value : value;
   }
 }
 
-/* The arguments are the bits of a value, then the layouts of a whole chunk and of the last one. */
-i64 offbeat_encode_topk(const f32 *x, i64 n, u8 *out, f32 *residual, const i64 *arguments) {
-  const struct layout *whole = (const struct layout *)(arguments + 1), *last = whole + 1;
-  i64 j = 0;
-  for (; j + CHUNK <= n; j += CHUNK, out += whole->bytes)
-    if (!encode_chunk(x + j, out, residual ? residual + j : 0, whole, (int)arguments[0])) return 0;
-  return j == n || encode_chunk(x + j, out, residual ? residual + j : 0, last, (int)arguments[0]);
-}
-
-void offbeat_decode_topk(const u8 *data, i64 n, f32 *out, i64 add, const i64 *arguments) {
-  const struct layout *whole = (const struct layout *)(arguments + 1), *last = whole + 1;
-  i64 j = 0;
-  for (; j + CHUNK <= n; j += CHUNK, data += whole->bytes)
-    decode_chunk(data, out + j, add != 0, whole, (int)arguments[0]);
-  if (j < n) decode_chunk(data, out + j, add != 0, last, (int)arguments[0]);
-}
+CODEC(offbeat_encode_topk, offbeat_decode_topk, CHUNK, layout_of(arguments, CHUNK)->bytes, encode_chunk, decode_chunk)

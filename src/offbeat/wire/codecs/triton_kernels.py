@@ -1,4 +1,4 @@
-"""The codecs as Triton kernels. blocks.py, halves.py and topk.py have the maths; bytes and bits are the same.
+"""The codecs as Triton kernels, for finite values; integers.py, halves.py and topk.py have the maths.
 
 They must be compiled without fused multiply-adds, or products would not be rounded before they are rounded to integers.
 """
@@ -19,7 +19,6 @@ __all__ = [
     "encode_topk",
 ]
 
-INFINITE = tl.constexpr(0x7F800000)
 TINY = tl.constexpr(47 << 23)  # 2 ** -80
 #: Adding and subtracting it rounds a float32 to an integer, half to even.
 ROUND = tl.constexpr(12582912.0)
@@ -33,13 +32,6 @@ def _bits(x):
 @triton.jit
 def _float(bits):
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _note(flag, largest):
-    """Set the flag if a block is not finite."""
-    bad = tl.max((largest >= INFINITE).to(tl.int32), 0)
-    tl.atomic_max(flag, bad, mask=bad > 0)
 
 
 @triton.jit
@@ -66,7 +58,6 @@ def encode_int(
     x,
     out,
     residual,
-    flag,
     numel,
     BLOCK: tl.constexpr,
     BITS: tl.constexpr,
@@ -86,7 +77,6 @@ def encode_int(
     positive = tl.max(tl.max(tl.where(bits >= 0, size, 0), 2), 1)
     negative = tl.max(tl.max(tl.where(bits < 0, size, 0), 2), 1)
     largest = tl.maximum(positive, negative)
-    _note(flag, largest)
     scale_bits = tl.minimum((_bits(_float(largest) * (1.0 / HIGH)) + 0xFFFF) >> 16, CAP)
     scale_bits = tl.where(largest < TINY, 0, scale_bits)
     if SIGNED:
@@ -132,15 +122,13 @@ def decode_int(
 
 
 @triton.jit
-def encode_bf16(x, out, residual, flag, numel, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
+def encode_bf16(x, out, residual, numel, BLOCK: tl.constexpr, RESIDUAL: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
     values = tl.load(x + at, mask=mask, other=0.0)
     bits = _bits(values)
     size = bits & 0x7FFFFFFF
-    _note(flag, size)
-    # Infinity is noted, and what becomes of it does not matter.
-    rounded = tl.minimum((tl.minimum(size, INFINITE) + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F)
+    rounded = tl.minimum((size + 0x7FFF + ((size >> 16) & 1)) >> 16, 0x7F7F)
     code = rounded | ((bits >> 16) & 0x8000)
     if RESIDUAL:
         tl.store(residual + at, values - _float(code << 16), mask=mask)
@@ -158,14 +146,13 @@ def decode_bf16(data, out, numel, BLOCK: tl.constexpr, ADD: tl.constexpr):
 
 
 @triton.jit
-def encode_fp16(x, out, residual, flag, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr):
+def encode_fp16(x, out, residual, numel, BLOCK: tl.constexpr, ROWS: tl.constexpr, RESIDUAL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row[:, None] * BLOCK + column[None, :]
     mask = at < numel
     values = tl.load(x + at, mask=mask, other=0.0)
     largest = tl.max(_bits(values) & 0x7FFFFFFF, 1)
-    _note(flag, largest)
     exponent = (largest >> 23) - 15
     is_tiny = largest < TINY
     scale_bits = tl.where(is_tiny, 0, exponent << 23)
@@ -226,7 +213,6 @@ def encode_topk(
     x,
     words,
     residual,
-    flag,
     width,
     k,
     low,
@@ -245,7 +231,6 @@ def encode_topk(
     values = tl.load(x + chunk * width + j, mask=inside, other=0.0)
     bits = _bits(values)
     size = tl.where(inside, bits & 0x7FFFFFFF, -1)
-    _note(flag, size)
     least = 0
     for i in range(31):
         tried = least | (1 << (30 - i))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.wire import CodedMean, ErrorFeedback, NotFinite, TopK, make_codec
+from offbeat.wire import CodedMean, NotFinite, TopK, make_codec
 from offbeat.wire.peers import GroupPeers
 from tests.ranks import run_ranks
 from tests.wire_cases import CODECS, decoded, encoded, run_threads
@@ -124,12 +124,11 @@ def test_error_feedback_delivers_everything_over_ranks(codec, size):
     values = [[torch.randn(numel) + 0.2 for _ in range(rounds)] for _ in range(size)]
 
     def train(peers):
-        feedback, mean = ErrorFeedback(), CodedMean(codec, return_sum_error=True)
-        arrived, residual, pending = torch.zeros(numel), None, torch.empty(numel)
+        mean = CodedMean(codec, return_sum_error=True)
+        arrived, residual = torch.zeros(numel), torch.zeros(numel)
         for x in values[peers.rank]:
-            y = feedback.correct(x, residual, out=pending)
-            arrived += mean.reduce(y, peers, residual=y)
-            residual, pending = pending, torch.empty(numel) if residual is None else residual
+            residual += x
+            arrived += mean.reduce(residual, peers, residual=residual)
         return arrived, residual
 
     answers = run_threads(size, train)
@@ -191,13 +190,13 @@ def test_a_rank_of_weight_0_feeds_back_what_its_sum_loses(absent, decay):
 
     def train(peers):
         mean = CodedMean(codec, return_sum_error=True, decay=decay)
-        feedback, totals = ErrorFeedback(decay), []
+        totals = []
         residual = before.clone() if peers.rank == absent else torch.zeros(numel)
         for x in values[peers.rank]:
             if peers.rank == absent:
                 totals.append(mean.reduce(torch.full_like(x, float("nan")), peers, 0.0, residual))
             else:
-                y = feedback.correct(x, residual)
+                y = torch.add(x, residual, alpha=decay)
                 totals.append(mean.reduce(y, peers, 0.5, residual=residual))
         return totals, residual
 
@@ -282,3 +281,62 @@ def test_errors_name_global_ranks(size):
             assert size == 2 or "rank 5" in str(error.value)
 
     offbeat.Simulation(10, timeout=20).run(run)
+
+
+class Elsewhere:
+    """Peers that exchange only tensors of another device. Counts what they are handed."""
+
+    def __init__(self, peers):
+        self.peers, self.rank, self.size, self.ranks = peers, peers.rank, peers.size, peers.ranks
+        self.device, self.handed = torch.device("cpu"), []
+
+    def can_exchange(self, device):
+        return False
+
+    def all_gather(self, out, mine):
+        self.handed += [out, mine]
+        return self.peers.all_gather(out, mine)
+
+    def all_to_all(self, out, mine, *splits):
+        self.handed += [out, mine]
+        return self.peers.all_to_all(out, mine, *splits)
+
+
+class Noting(offbeat.BlockCodec):
+    """int8, which notes where it reads and writes messages."""
+
+    name, block = "noting", 256
+
+    def __init__(self):
+        self.inner, self.touched = make_codec("int8"), set()
+
+    def record_bytes(self, width):
+        return self.inner.record_bytes(width)
+
+    def encode_rows(self, rows, records):
+        self.touched.add(records.untyped_storage().data_ptr())
+        return self.inner.encode_rows(rows, records)
+
+    def decode_rows(self, records, width):
+        self.touched.add(records.untyped_storage().data_ptr())
+        return self.inner.decode_rows(records, width)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_only_codes_cross_where_peers_cannot_exchange_the_device_of_the_values(size):
+    values = [torch.randn(5001) for _ in range(size)]
+
+    def reduce(peers):
+        codec, away = Noting(), Elsewhere(peers)
+        lost = torch.zeros(5001)
+        total = CodedMean(codec).reduce(values[peers.rank], away, residual=lost)
+        assert peers.sent == CodedMean(codec).bytes_sent(5001, size)
+        assert {tensor.dtype for tensor in away.handed} == {torch.uint8}
+        # Messages are encoded and decoded beside the values, and the peers see only copies of them.
+        assert not codec.touched & {tensor.untyped_storage().data_ptr() for tensor in away.handed}
+        return total, lost
+
+    wanted = simulated(make_codec("int8"), values)
+    for rank, (total, lost) in enumerate(run_threads(size, reduce)):
+        assert torch.equal(total.view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(lost, values[rank] - through(make_codec("int8"), values[rank]))

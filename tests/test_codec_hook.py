@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.wire import CodecState, CodedMean, NotFinite, TopK, codec_hook, make_codec
+from offbeat.ddp import CodecState, codec_hook
+from offbeat.wire import CodedMean, NotFinite, TopK, make_codec
 from tests.ranks import run_ranks
 from tests.wire_cases import run_threads
 
@@ -61,6 +62,7 @@ def hooked(rank, world):
         ("bf16", "bf16", None),
         ("int8", "int8", None),
         ("int4", "int4", 1.0),
+        ("int3", "int3", 1.0),
         ("topk", TopK(0.1), 0.95),
     ):
         buckets = []

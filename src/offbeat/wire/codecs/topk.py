@@ -25,8 +25,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from offbeat.wire.base import TINY, bf16_up
-from offbeat.wire.fused import FusedCodec
+from offbeat.wire.codecs.block_codec import BlockCodec
+from offbeat.wire.codecs.codec import TINY, bf16_up
 
 __all__ = ["TopK"]
 
@@ -44,7 +44,7 @@ class _Layout(NamedTuple):
     bytes: int  # of the record: count (2), step as bfloat16 (2), smallest as float32 (4), then the bits
 
 
-class TopK(FusedCodec):
+class TopK(BlockCodec):
     """A codec that sends the largest elements of each chunk, with a few bits each.
 
     Elements that are not sent are lost unless error feedback is on. docs/codecs.md has the maths and the error.
@@ -65,7 +65,7 @@ class TopK(FusedCodec):
         tensor([0., 4., 0., 0.])
     """
 
-    block, kernel = CHUNK, "topk"
+    kernel, block = "topk", CHUNK
 
     def __init__(self, fraction: float = 0.03, bits: Literal[2, 4, 8] = 2) -> None:
         if not 0 < fraction <= 1:
@@ -82,81 +82,61 @@ class TopK(FusedCodec):
         return hash((self.fraction, self.bits))
 
     def layout(self, width: int) -> _Layout:
-        """The record of a chunk of ``width`` elements."""
+        """Return the layout of the record of a chunk of ``width`` elements."""
         k = min(width, max(1, math.ceil(width * self.fraction - 1e-9)))
         low = (width // k).bit_length() - 1
         unary = ((width - 1) >> low) + k
         return _Layout(width, k, low, unary, _HEADER + -(-(k * (low + self.bits) + unary) // 8))
 
-    def encoded_bytes(self, numel: int) -> int:
-        """The size of the encoding of ``numel`` elements, in bytes."""
-        chunks, rest = divmod(numel, CHUNK)
-        return chunks * self.layout(CHUNK).bytes + (self.layout(rest).bytes if rest else 0)
+    def record_bytes(self, width: int) -> int:
+        """See :class:`BlockCodec`."""
+        return self.layout(width).bytes
 
     def kernel_arguments(self, numel: int) -> Sequence[int]:
-        """The bits, and the layouts of a whole chunk and of the last of ``numel`` elements. See :class:`FusedCodec`."""
+        """Return the bits, and the layouts of a whole chunk and of the last chunk of ``numel`` elements."""
         return (self.bits, *self.layout(CHUNK), *self.layout(numel % CHUNK or CHUNK))
 
-    def _encode_in_torch(self, x: Tensor, out: Tensor, residual: Tensor | None) -> None:
-        if residual is not None and residual.data_ptr() != x.data_ptr():
-            residual.copy_(x)
-        for start, stop in self._slices(x):
-            layout = self.layout(min(stop - start, CHUNK))
-            records = out[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
-            rest = None if residual is None else residual[start:stop]
-            _encode_rows(x[start:stop].view(-1, layout.width), records, rest, layout, self.bits)
+    def encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+        """See :class:`BlockCodec`."""
+        layout, levels = self.layout(rows.shape[1]), 1 << (self.bits - 1)
+        index, values, count = _select(rows, layout)
+        sizes, is_sent = values.abs(), _is_sent(count, layout)
+        largest = torch.where(is_sent, sizes, torch.zeros_like(sizes)).amax(1)
+        smallest = torch.where(is_sent, sizes, largest[:, None]).amin(1)
+        step_bits = bf16_up((largest - smallest) * (1 / levels))
+        step = (step_bits << 16).view(torch.float32)
+        inverse = torch.where(step_bits == 0, torch.zeros_like(step), torch.ones_like(step) / step)
+        level = ((sizes - smallest[:, None]) * inverse[:, None]).to(torch.int32).clamp_(max=levels - 1)
+        code = torch.where(is_sent, level << 1 | (values < 0).to(torch.int32), torch.zeros_like(level))
+        records[:, :2] = _to_bytes(count.to(torch.int32), 2)
+        records[:, 2:4] = _to_bytes(step_bits, 2)
+        records[:, 4:8] = _to_bytes(smallest.view(torch.int32), 4)
+        unary = torch.zeros(len(rows), layout.unary, dtype=torch.bool, device=rows.device)
+        unary.scatter_(1, (index >> layout.low) + torch.arange(layout.k, device=rows.device), True)
+        records[:, 8:] = _pack(torch.cat([_to_bits(index, layout.low), unary, _to_bits(code, self.bits)], dim=1))
+        return _dense(index, _values(code, smallest, step), is_sent, layout)
 
-    def _decode_in_torch(self, data: Tensor, out: Tensor, add: bool) -> None:
-        if not add:
-            out.zero_()
-        for start, stop in self._slices(out):
-            layout = self.layout(min(stop - start, CHUNK))
-            records = data[self.encoded_bytes(start) : self.encoded_bytes(stop)].view(-1, layout.bytes)
-            place, values = _decode_rows(records, layout, self.bits)
-            part = out[start:stop]
-            part[place] = part[place] + values if add else values
+    def decode_rows(self, records: Tensor, width: int) -> Tensor:
+        """See :class:`BlockCodec`."""
+        layout = self.layout(width)
+        count, step_bits = _from_bytes(records[:, :2]), _from_bytes(records[:, 2:4])
+        smallest = _from_bytes(records[:, 4:8]).view(torch.float32)
+        stream = (records[:, 8:, None] >> torch.arange(8, dtype=torch.uint8, device=records.device) & 1).flatten(1)
+        ends = [layout.k * layout.low, layout.unary, layout.k * self.bits]
+        low, unary, codes, _ = torch.split(stream, [*ends, stream.shape[1] - sum(ends)], dim=1)
+        index = _from_bits(low, layout.k, layout.low)
+        order = torch.arange(layout.k, device=records.device)
+        index += (unary.nonzero()[:, 1].view(-1, layout.k) - order) << layout.low
+        values = _values(_from_bits(codes, layout.k, self.bits), smallest, (step_bits << 16).view(torch.float32))
+        return _dense(index, values, _is_sent(count, layout), layout)
 
-
-def _encode_rows(rows: Tensor, records: Tensor, residual: Tensor | None, layout: _Layout, bits: int) -> None:
-    index, values, count = _select(rows, layout)
-    sizes, is_sent = values.abs(), _is_sent(count, layout)
-    largest = torch.where(is_sent, sizes, torch.zeros_like(sizes)).amax(1)
-    smallest = torch.where(is_sent, sizes, largest[:, None]).amin(1)
-    levels = 1 << (bits - 1)
-    step_bits = bf16_up((largest - smallest) * (1 / levels))
-    step = (step_bits << 16).view(torch.float32)
-    inverse = torch.where(step_bits == 0, torch.zeros_like(step), torch.ones_like(step) / step)
-    level = ((sizes - smallest[:, None]) * inverse[:, None]).to(torch.int32).clamp_(max=levels - 1)
-    code = torch.where(is_sent, level << 1 | (values < 0).to(torch.int32), torch.zeros_like(level))
-    records[:, :2] = _to_bytes(count.to(torch.int32), 2)
-    records[:, 2:4] = _to_bytes(step_bits, 2)
-    records[:, 4:8] = _to_bytes(smallest.view(torch.int32), 4)
-    unary = torch.zeros(len(rows), layout.unary, dtype=torch.bool, device=rows.device)
-    unary.scatter_(1, (index >> layout.low) + torch.arange(layout.k, device=rows.device), True)
-    records[:, 8:] = _pack(torch.cat([_to_bits(index, layout.low), unary, _to_bits(code, bits)], dim=1))
-    if residual is not None:
-        place = (index + torch.arange(len(rows), device=rows.device)[:, None] * layout.width)[is_sent]
-        residual[place] = residual[place] - _values(code, smallest, step)[is_sent]
-
-
-def _decode_rows(records: Tensor, layout: _Layout, bits: int) -> tuple[Tensor, Tensor]:
-    """The places in the flat values, and what is there."""
-    count, step_bits = _from_bytes(records[:, :2]), _from_bytes(records[:, 2:4])
-    smallest = _from_bytes(records[:, 4:8]).view(torch.float32)
-    stream = (records[:, 8:, None] >> torch.arange(8, dtype=torch.uint8, device=records.device) & 1).flatten(1)
-    ends = [layout.k * layout.low, layout.unary, layout.k * bits]
-    low, unary, codes, _ = torch.split(stream, [*ends, stream.shape[1] - sum(ends)], dim=1)
-    order = torch.arange(layout.k, device=records.device)
-    index = _from_bits(low, layout.k, layout.low)
-    index += (unary.nonzero()[:, 1].view(-1, layout.k) - order) << layout.low
-    index += torch.arange(len(records), device=records.device)[:, None] * layout.width
-    is_sent = _is_sent(count, layout)
-    values = _values(_from_bits(codes, layout.k, bits), smallest, (step_bits << 16).view(torch.float32))
-    return index[is_sent], values[is_sent]
+    def _add(self, rows: Tensor, decoded: Tensor) -> None:
+        # As the kernels do: adding 0 would make a negative zero positive.
+        rows.copy_(torch.where(decoded == 0, rows, rows + decoded))
 
 
 def _select(rows: Tensor, layout: _Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """The indices of the largest elements, ascending, their values, and how many are sent, which come first."""
+    """Return the indices of the largest elements, ascending, their values, and how many are sent: the first."""
     order = rows.view(torch.int32) & 0x7FFFFFFF  # as the absolute values
     least = order.topk(layout.k, dim=1).values[:, -1:]
     above, equal = order > least, order == least
@@ -180,6 +160,15 @@ def _values(code: Tensor, smallest: Tensor, step: Tensor) -> Tensor:
     sizes = smallest[:, None] + ((code >> 1).to(torch.float32) + 0.5) * step[:, None]
     sizes.clamp_(max=torch.finfo(torch.float32).max)
     return torch.where((code & 1).bool(), -sizes, sizes)
+
+
+def _dense(index: Tensor, values: Tensor, is_sent: Tensor, layout: _Layout) -> Tensor:
+    """Return whole chunks, with zeros where nothing was sent."""
+    chunks = torch.zeros(len(index), layout.width, device=index.device)
+    chunks.view(-1)[(index + torch.arange(len(index), device=index.device)[:, None] * layout.width)[is_sent]] = values[
+        is_sent
+    ]
+    return chunks
 
 
 def _to_bytes(numbers: Tensor, count: int) -> Tensor:

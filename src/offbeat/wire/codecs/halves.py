@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offbeat.wire.base import TINY
-from offbeat.wire.rows import RowCodec
+from offbeat.wire.codecs.block_codec import BlockCodec
+from offbeat.wire.codecs.codec import TINY
+from offbeat.wire.codecs.registry import register_codec
 
 __all__ = ["Bf16", "Fp16"]
 
@@ -22,35 +23,42 @@ _LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 _LARGEST_FP16 = torch.finfo(torch.float16).max
 
 
-class Bf16(RowCodec):
-    """bfloat16, two bytes an element and nothing else."""
+@register_codec("bf16")
+class Bf16(BlockCodec):
+    """bfloat16, two bytes an element. A block is only a size to work in."""
 
-    name, kernel, block = "bf16", "bf16", 256  # it has no blocks; this is a size to work in
+    kernel, block = "bf16", 256
 
-    def _record_bytes(self, width: int) -> int:
+    def record_bytes(self, width: int) -> int:
+        """See :class:`BlockCodec`."""
         return 2 * width
 
-    def _encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+    def encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+        """See :class:`BlockCodec`."""
         rounded = rows.clamp(-_LARGEST_BF16, _LARGEST_BF16).to(torch.bfloat16)
         records.copy_(rounded.view(torch.uint8))
         return rounded.to(torch.float32)
 
-    def _decode_rows(self, records: Tensor, width: int) -> Tensor:
+    def decode_rows(self, records: Tensor, width: int) -> Tensor:
+        """See :class:`BlockCodec`."""
         return _as(records, torch.bfloat16).to(torch.float32)
 
 
-class Fp16(RowCodec):
+@register_codec("fp16")
+class Fp16(BlockCodec):
     """float16 with a power of two as the scale of each 256 elements.
 
     A record is the scale as bfloat16 (2 bytes), and the elements divided by it as float16.
     """
 
-    name, kernel, block = "fp16", "fp16", 256
+    kernel, block = "fp16", 256
 
-    def _record_bytes(self, width: int) -> int:
+    def record_bytes(self, width: int) -> int:
+        """See :class:`BlockCodec`."""
         return 2 + 2 * width
 
-    def _encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+    def encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+        """See :class:`BlockCodec`."""
         largest = torch.maximum(rows.amax(1), -rows.amin(1))
         exponent = (largest.view(torch.int32) >> 23) - 15  # of the scale, biased as in float32
         is_tiny = largest < TINY
@@ -62,7 +70,8 @@ class Fp16(RowCodec):
         records[:, 2:] = rounded.view(torch.uint8)
         return rounded.to(torch.float32).mul_(scale.view(torch.float32)[:, None])
 
-    def _decode_rows(self, records: Tensor, width: int) -> Tensor:
+    def decode_rows(self, records: Tensor, width: int) -> Tensor:
+        """See :class:`BlockCodec`."""
         scale = (records[:, 0].to(torch.int32) << 16 | records[:, 1].to(torch.int32) << 24).view(torch.float32)
         return _as(records[:, 2:], torch.float16).to(torch.float32).mul_(scale[:, None])
 

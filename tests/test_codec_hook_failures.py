@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import offbeat
-from offbeat.wire import CodecState, TopK, codec_hook
+from offbeat.ddp import CodecState, codec_hook
+from offbeat.wire import TopK
 from tests.ranks import rank_context, run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("wire_hook_failures")]
@@ -388,7 +389,7 @@ def copied_state(rank, world):
         ddp(torch.ones(2, 40)).sum().backward()
     twin = copy.deepcopy(state)
     assert (twin.codec, twin.process_group, twin.not_finite, twin.scaler) == (state.codec, group, "nan", scaler)
-    assert twin.feedback.decay == 0.5
+    assert twin.error_feedback == 0.5
     assert state._residuals
     assert not twin._residuals
     saved = io.BytesIO()
@@ -397,7 +398,7 @@ def copied_state(rank, world):
     found = torch.load(io.BytesIO(saved.getvalue()), weights_only=False)
     assert found.process_group is None
     assert found.codec.name == state.codec.name
-    assert (found.not_finite, found.feedback.decay) == ("nan", 0.5)
+    assert (found.not_finite, found.error_feedback) == ("nan", 0.5)
     assert not found._residuals
     state.process_group = None
     with warnings.catch_warnings():

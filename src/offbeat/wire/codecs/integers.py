@@ -26,13 +26,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from offbeat.wire.base import TINY, bf16_up
-from offbeat.wire.rows import RowCodec
+from offbeat.wire.codecs.block_codec import BlockCodec
+from offbeat.wire.codecs.codec import TINY, bf16_up
+from offbeat.wire.codecs.registry import register_codec
 
 __all__ = ["Int2", "Int4", "Int8", "IntCodec"]
 
 
-class IntCodec(RowCodec):
+class IntCodec(BlockCodec):
     """Integers with a scale for each block. See the module for the maths.
 
     A record is the scale (2 bytes, little endian) and the codes ``q - low``. With several codes to a byte, byte ``j``
@@ -48,10 +49,12 @@ class IntCodec(RowCodec):
     #: The largest scale, as bits of bfloat16, with which ``high * scale`` is finite.
     cap: int
 
-    def _record_bytes(self, width: int) -> int:
+    def record_bytes(self, width: int) -> int:
+        """See :class:`BlockCodec`."""
         return 2 + -(-width * self.bits // 8)
 
-    def _encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+    def encode_rows(self, rows: Tensor, records: Tensor) -> Tensor:
+        """See :class:`BlockCodec`."""
         top, bottom = rows.amax(1), -rows.amin(1)
         largest = torch.maximum(top, bottom)
         scale_bits = bf16_up(largest * (1 / self.high)).clamp_(max=self.cap)
@@ -66,7 +69,8 @@ class IntCodec(RowCodec):
         records[:, 2:] = self._pack(codes, records.shape[1] - 2)
         return self._decoded(codes, scale)
 
-    def _decode_rows(self, records: Tensor, width: int) -> Tensor:
+    def decode_rows(self, records: Tensor, width: int) -> Tensor:
+        """See :class:`BlockCodec`."""
         scale_bits = records[:, 0].to(torch.int32) | records[:, 1].to(torch.int32) << 8
         scale = (scale_bits << 16).view(torch.float32)
         packed, mask = records[:, 2:], (1 << self.bits) - 1
@@ -87,19 +91,22 @@ class IntCodec(RowCodec):
         return codes.to(torch.float32).add_(self.low).mul_(scale[:, None])
 
 
+@register_codec("int8")
 class Int8(IntCodec):
     """8-bit integers with a scale for each 256 elements."""
 
-    name, block, bits, low, high, signed, cap, kernel = "int8", 256, 8, -127, 127, False, 0x7C01, "int8"
+    block, bits, low, high, signed, cap, kernel = 256, 8, -127, 127, False, 0x7C01, "int8"
 
 
+@register_codec("int4")
 class Int4(IntCodec):
     """4-bit integers with a scale for each 64 elements."""
 
-    name, block, bits, low, high, signed, cap, kernel = "int4", 64, 4, -7, 8, True, 0x7DFF, "int4"
+    block, bits, low, high, signed, cap, kernel = 64, 4, -7, 8, True, 0x7DFF, "int4"
 
 
+@register_codec("int2")
 class Int2(IntCodec):
     """2-bit integers with a scale for each 32 elements."""
 
-    name, block, bits, low, high, signed, cap, kernel = "int2", 32, 2, -1, 2, True, 0x7EFF, "int2"
+    block, bits, low, high, signed, cap, kernel = 32, 2, -1, 2, True, 0x7EFF, "int2"
