@@ -247,9 +247,11 @@ class Board:
         for other in self._up_to(fragment):
             if other.place < fragment.place and self.flight_of(other) is not None and other.overlaps(fragment):
                 attempt(problems, self._land, other, mixing=mixing)
-        flight = self.flights.pop((fragment.place, fragment.number))
+        flight = self.flights[fragment.place, fragment.number]
+        outcome = flight.pending.wait()  # who interrupts this has the round still in flight
+        del self.flights[fragment.place, fragment.number]
         flight.pending.is_seen = True
-        attempt(problems, self._finish_round, fragment, flight.pending.wait(), flight, mixing=mixing)
+        attempt(problems, self._finish_round, fragment, outcome, flight, mixing=mixing)
         raise_together(problems)
 
     def _finish_round(
