@@ -298,9 +298,8 @@ class Board:
     @torch.no_grad()
     def _average_state(self, fragment: Fragment, outcome: Outcome) -> None:
         """Average optimizer state, bucket by bucket, each voted on: what is averaged in part is still valid."""
-        items = self.contents.state_items() if not fragment.level.delay else []
         meeting = outcome.meeting
-        if not items or meeting is None or outcome.verdict is None or outcome.alone:
+        if fragment.level.delay or meeting is None or outcome.verdict is None or outcome.alone:
             return
         if not outcome.average_state:
             warnings.warn(
@@ -309,6 +308,7 @@ class Board:
                 stacklevel=8,
             )
             return
+        items = self.contents.state_items()
         try:
             for number, bucket in enumerate(_buckets_of(items, fragment.reduction.bucket_bytes)):
                 values = Values(bucket)
