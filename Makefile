@@ -11,7 +11,7 @@ TORCHES ?= 2.11.0 2.15.0
 PINS ?= constraints.txt
 # The short form of the tests: those that meet torch most closely.
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
-	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
+	averagers overlap_cuda overlap_ranks plan pure rounds_cuda state_dict tensors triton_compiles
 
 .PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
 
@@ -91,7 +91,7 @@ bench-gpu: $(GPU:%=bench-gpu-%)
 .PHONY: $(GPU:%=bench-gpu-%)
 bench-gpu-tests:
 	PYTHONPATH=src $(PYTHON) -m pytest tests/test_cuda.py tests/test_triton.py tests/test_compact.py tests/test_overlap_cuda.py \
-		tests/test_products.py tests/test_sync_cuda.py tests/test_wire_triton.py tests/test_matrix.py
+		tests/test_products.py tests/test_rounds_cuda.py tests/test_wire_triton.py tests/test_matrix.py
 bench-gpu-step:
 	PYTHONPATH=src $(PYTHON) benchmarks/step.py --device cuda --save
 bench-gpu-overlap:

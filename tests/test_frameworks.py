@@ -7,7 +7,6 @@ and Fabric's module.
 from __future__ import annotations
 
 import functools
-import gc
 import warnings
 from typing import Any
 
@@ -278,21 +277,6 @@ def test_modules_without_anything_to_train(one_rank):
     optimizer.zero_grad()
     assert handle.last_norm is None
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-
-
-def test_the_record_of_old_values_closes_its_file():
-    from offbeat.sync.undo import Undo
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        undo = Undo("disk")
-        undo.keep(torch.ones(3))
-        file = undo._file
-        del undo
-        gc.collect()
-        assert file.closed
-        del file
-    assert caught == []
 
 
 # State dicts in the wrong hands

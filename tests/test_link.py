@@ -37,7 +37,7 @@ def main(rank: int, address: str, folder: Path) -> None:
     import torch.distributed as dist
 
     import offbeat
-    from tests.sync_reference import adamw, batch, flat, loss, make
+    from tests.harness import adamw, batch, flat, loss, make
 
     torch.set_num_threads(1)
     dist.init_process_group(

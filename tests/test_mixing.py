@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 import offbeat
-from tests.sync_reference import batch, flat, loss, make
+from tests.harness import batch, flat, loss, make, write
 
 pytestmark = pytest.mark.xdist_group("simulation")
 
-SEEDING = threading.Lock()
 EVERY, STEPS, REPLICAS = 4, 11, 3
-
-
-def new_model():
-    with SEEDING:
-        return make(dtype=torch.float64)
 
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-@torch.no_grad()
-def write(model, vector):
-    start = 0
-    for p in model.parameters():
-        p.copy_(vector[start : start + p.numel()].view_as(p))
-        start += p.numel()
-
-
 def expected(delay, mixing):
     """The formula, in a loop over replicas."""
-    models = [new_model() for _ in range(REPLICAS)]
+    models = [make() for _ in range(REPLICAS)]
     optimizers = [sgd(model) for model in models]
     taken = None
     for step in range(STEPS):
@@ -62,15 +46,15 @@ def land(models, old, mixing):
 
 @pytest.mark.parametrize(("delay", "mixing"), [(0, 0.25), (1, 0.5), (3, 0.5), (3, 0.0), (4, 0.75)])
 def test_a_part_of_the_difference(delay, mixing):
-    def replica(rank, peers, *, stop=None):
-        model = new_model()
+    def replica(rank, peers, models, *, stop=None):
+        model = models[0]
         optimizer = offbeat.LocalSGD(
             sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
         )
         for step in range(STEPS):
             if step == stop:  # in the middle of everything: save, and go on with other objects
                 saved = (optimizer.state_dict(), {name: t.clone() for name, t in model.state_dict().items()})
-                model = new_model()
+                model = models[1]
                 model.load_state_dict(saved[1])
                 optimizer = offbeat.LocalSGD(
                     sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
@@ -83,12 +67,12 @@ def test_a_part_of_the_difference(delay, mixing):
         optimizer.finish()
         return before, flat(model)
 
-    found = offbeat.Simulation(REPLICAS).run(replica)
+    found = offbeat.Simulation(REPLICAS).run(replica, make=lambda: (make(), make()))
     for (mine, _), reference in zip(found, expected(delay, mixing), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
     for _, finished in found:
         assert torch.equal(finished, found[0][1])
-    again = offbeat.Simulation(REPLICAS).run(lambda rank, peers: replica(rank, peers, stop=6))
+    again = offbeat.Simulation(REPLICAS).run(replica, make=lambda: (make(), make()), stop=6)
     for (mine, _), (other, _) in zip(found, again, strict=True):
         assert torch.equal(mine, other)
 
@@ -103,10 +87,7 @@ def test_mixing_is_checked():
 def test_counters_of_buffers_are_whole(delay):
     """BatchNorm's number of batches goes on counting; only numbers with a fraction are mixed."""
 
-    def replica(rank, peers):
-        with SEEDING:
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    def replica(rank, peers, model):
         optimizer = offbeat.LocalSGD(sgd(model), model, every=3, delay=delay, mixing=0.5, group=peers, subgroup=None)
         for step in range(8):
             model(
@@ -116,6 +97,9 @@ def test_counters_of_buffers_are_whole(delay):
             optimizer.zero_grad()
         return int(model[1].num_batches_tracked), model[1].running_mean.clone()
 
-    (one, a), (two, b) = offbeat.Simulation(2).run(replica)
-    assert one == two == 8
+    def with_norm():
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+
+    (first, a), (second, b) = offbeat.Simulation(2).run(replica, make=with_norm)
+    assert first == second == 8
     assert not torch.equal(a, b)

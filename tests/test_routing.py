@@ -12,8 +12,8 @@ import torch.distributed as dist
 import offbeat
 from offbeat.sync import members
 from offbeat.wire import peers
+from tests.harness import adamw, everyone, flat, make, train
 from tests.ranks import run_ranks
-from tests.sync_reference import adamw, everyone, flat, make, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica")]
 

@@ -254,10 +254,10 @@ class Board:
         for other in self._up_to(fragment):
             if other.place < fragment.place and self.flight_of(other) is not None and other.overlaps(fragment):
                 attempt(problems, self._land, other, mixing=mixing)
-        flight = self.flights.pop((fragment.place, fragment.number))
+        flight, start = self.flights[fragment.place, fragment.number], time.perf_counter()
+        outcome = flight.pending.wait()  # who interrupts this has the round still in flight
+        del self.flights[fragment.place, fragment.number]
         flight.pending.is_seen = True
-        start = time.perf_counter()
-        outcome = flight.pending.wait()
         exposed = flight.exposed + time.perf_counter() - start
         attempt(problems, self._finish_round, fragment, outcome, flight, mixing=mixing, exposed=exposed)
         raise_together(problems)
@@ -325,9 +325,8 @@ class Board:
     @torch.no_grad()
     def _average_state(self, fragment: Fragment, outcome: Outcome) -> None:
         """Average optimizer state, bucket by bucket, each voted on: what is averaged in part is still valid."""
-        items = self.contents.state_items() if not fragment.level.delay else []
         meeting = outcome.meeting
-        if not items or meeting is None or outcome.verdict is None or outcome.alone:
+        if fragment.level.delay or meeting is None or outcome.verdict is None or outcome.alone:
             return
         if not outcome.average_state:
             warnings.warn(
@@ -336,6 +335,7 @@ class Board:
                 stacklevel=8,
             )
             return
+        items = self.contents.state_items()
         try:
             for bucket in _buckets_of(items, fragment.reduction.bucket_bytes):
                 values = Values(bucket)

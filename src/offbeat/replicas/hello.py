@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Literal
@@ -80,8 +80,8 @@ class Hello:
         names = {entry.name for entry in fields(Hello)}
         if not isinstance(value, dict) or value.keys() != names:
             raise ExchangeError(f"a rank sent something that is not a hello of this version of offbeat: {value!r:.200}")
-        for name, kinds in _KINDS.items():
-            if not isinstance(value[name], kinds):
+        for name, is_right in _CHECKS.items():
+            if not is_right(value[name]):
                 raise ExchangeError(f"a rank sent a hello whose {name!r} is {value[name]!r:.80}")
         outer = tuple(
             (int(count), {key: _as_tuple(number) for key, number in group.items()}) for count, group in value["outer"]
@@ -89,13 +89,31 @@ class Hello:
         return Hello(**{**value, "round": tuple(value["round"]), "bad": tuple(value["bad"]), "outer": outer})
 
 
-_KINDS: dict[str, Any] = {
-    **dict.fromkeys(("rank", "version", "steps"), int),
-    **dict.fromkeys(("lineage", "items", "state"), str),
-    **dict.fromkeys(("finite", "moved", "done", "unchecked"), bool),
-    **dict.fromkeys(("round", "bad", "outer"), (list, tuple)),
-    **dict.fromkeys(("keys", "inner"), dict),
-    "weight": (int, float),
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind  # a bool is no number here
+
+
+def _are(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(type(entry) is kind for entry in value)
+
+
+def _is_outer(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(row, (list, tuple)) and len(row) == 2 and type(row[0]) is int and row[0] > 0 and type(row[1]) is dict
+        for row in value
+    )
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("rank", "version", "steps"), _is(int)),
+    **dict.fromkeys(("lineage", "items", "state"), _is(str)),
+    **dict.fromkeys(("finite", "moved", "done", "unchecked"), _is(bool)),
+    "round": _are(int),
+    "bad": _are(str),
+    "keys": _is(dict),
+    "inner": lambda value: type(value) is dict and _are(str)([*value.values()]),
+    "outer": _is_outer,
+    "weight": lambda value: type(value) in (int, float) and not value < 0,
 }
 
 

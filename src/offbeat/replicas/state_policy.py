@@ -61,13 +61,16 @@ def tensors_to_average(
 ) -> list[tuple[str, Tensor]]:
     """The optimizer state to average, by name, for these parameters by name.
 
-    Step counters belong to each rank: ``"average"`` for all state leaves 0-d tensors and Python numbers as they are.
+    Step counters belong to each rank: ``"average"`` for all state leaves Python numbers as they are, and 0-d tensors
+    under keys that are 0-d for every parameter. A moment of a 0-d parameter is averaged.
     """
     if policy != "average" and not (isinstance(policy, Mapping) and "average" in policy.values()):
         return []
     begin = getattr(optimizer, "init_state", None)
     if begin is not None:
         begin()  # state must not depend on which gradients this rank has seen
+    entries = [optimizer.state.get(p, {}) for p in params.values()]
+    sized = {key for entry in entries for key, v in entry.items() if isinstance(v, Tensor) and v.dim() > 0}
     named = []
     for name, p in params.items():
         for key, value in sorted(optimizer.state.get(p, {}).items()):
@@ -82,7 +85,7 @@ def tensors_to_average(
                 )
             if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
                 continue
-            if value.dim() == 0 and not isinstance(policy, Mapping):
+            if value.dim() == 0 and key not in sized and not isinstance(policy, Mapping):
                 continue
             named.append((f"state {key!r} of {name}", value))
     return named

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-import threading
 
 import pytest
 import torch
 from torch import nn
 
 import offbeat
+from tests.harness import flat, simulated, train_step
 from tests.ranks import run_ranks
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_coded")]
+pytestmark = pytest.mark.xdist_group("coded_rounds")
 
-#: Ranks in one process share torch's generator.
-SEEDING = threading.Lock()
+
 CHUNK = 4096
 
 
@@ -63,10 +62,7 @@ class WithBuffers(nn.Module):
         return self.net(x)
 
 
-def with_buffers(rank, group):
-    with SEEDING:
-        torch.manual_seed(3)
-        model = WithBuffers()
+def with_buffers(rank, group, model):
     inner = torch.optim.SGD(model.parameters(), lr=0.05)
     replica = offbeat.DiLoCo(inner, model, every=2, codec="int8", buffers="average", group=group, subgroup=None)
     for step in range(6):
@@ -78,14 +74,15 @@ def with_buffers(rank, group):
 
 
 def real(rank, world):
-    return with_buffers(rank, None)
+    torch.manual_seed(3)
+    return with_buffers(rank, None, WithBuffers())
 
 
 @pytest.mark.parametrize("world", [3, 5])
 def test_buffers_have_the_same_bits_in_a_simulation(world):
     """They are summed in rank order, as the codes are."""
     expected = run_ranks(real, world)
-    found = offbeat.Simulation(world).run(with_buffers)
+    found = offbeat.Simulation(world).run(with_buffers, make=WithBuffers, seed=3)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(map(torch.equal, mine, theirs))
 
@@ -107,3 +104,18 @@ def test_weights_whose_sum_overflows():
 
     first, second = offbeat.Simulation(2, timeout=20).run(run)
     assert first == second
+
+
+def test_error_feedback_true_is_a_whole_one():
+    def replica(rank, peers, model, feedback):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        replica = offbeat.DiLoCo(
+            inner, model, every=2, codec="int4", error_feedback=feedback, group=peers, subgroup=None
+        )
+        for step in range(8):
+            train_step(replica, model, step, rank)
+        return flat(model)
+
+    as_bool, as_number, without = (simulated(replica, feedback=feedback)[0] for feedback in (True, 1.0, None))
+    assert torch.equal(as_bool, as_number)
+    assert not torch.equal(as_bool, without)

@@ -1,4 +1,4 @@
-"""What LocalSGD accepts, what it refuses and in which words; the schedule, the cutting into buckets, the weights."""
+"""Options that are accepted, refused, and in which words."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import offbeat
-from offbeat.sync.agreement import Shares
-from offbeat.sync.buckets import cut
-from offbeat.sync.calendar import Calendar, Entry
-from offbeat.sync.items import Item
 
-pytestmark = pytest.mark.xdist_group("sync_options")
+pytestmark = pytest.mark.xdist_group("options_refused")
 
 
 @pytest.fixture
@@ -103,7 +99,6 @@ def test_levels_that_are_none(alone):
         ({"delay": True}, TypeError, "delay must be a number"),
         ({"subgroup": "rack"}, ValueError, "subgroup must be 'node'"),
         ({"snapshot": "disk"}, ValueError, "snapshot must be 'device' or 'cpu'"),
-        ({"undo": "tape"}, ValueError, "undo must be one of"),
         ({"bucket_mb": 0}, ValueError, "bucket_mb must be a positive number"),
         ({"bucket_mb": float("inf")}, ValueError, "bucket_mb must be a positive number"),
         ({"reduce_dtype": torch.int32}, ValueError, "floating-point"),
@@ -173,111 +168,6 @@ def test_it_is_an_optimizer_but_not_a_copy(alone):
         scaler.step(local, lambda: 1.0)
 
 
-def level_of(due):
-    """The level of the one fragment that is due, or None."""
-    ((level, part),) = due or [(None, 0)]
-    assert part == 0
-    return level
-
-
-def test_schedule_of_numbers():
-    schedule = Calendar([Entry(2), Entry(6)], 3)
-    due = []
-    for _ in range(14):
-        due.append(level_of(schedule.due()))
-        schedule.advance()
-    assert due == [None, None, None, 1, None, 0, None, 0, None, 1, None, 0, None, 0]
-
-
-def test_schedule_of_functions():
-    schedule = Calendar([Entry(lambda s: 2), Entry(lambda s: 5)], lambda s: s < 3)
-    due = []
-    for _ in range(14):
-        level = level_of(schedule.due())
-        if level is not None:
-            schedule.exchanged(level)
-        due.append(level)
-        schedule.advance()
-    # A higher level does for the lower one too.
-    assert due == [None, None, None, 1, None, 0, None, 0, 1, None, 0, None, 0, 1]
-    again = Calendar([Entry(lambda s: 2), Entry(lambda s: 5)], lambda s: pytest.fail("warm-up was over"))
-    again.load_state_dict(schedule.state_dict())
-    assert again.is_local
-    assert [again.due(), again.step] == [schedule.due(), 14]
-    for bad, error in ((0, ValueError), (1.5, TypeError), (None, TypeError)):
-        with pytest.raises(error, match="what every returned for step 0"):
-            Calendar([Entry(lambda s, bad=bad: bad)], 0).due()
-
-
-def test_warmup_is_asked_once_a_step_and_not_after_it_is_over():
-    asked = []
-
-    def warm(step):
-        asked.append(step)
-        return step < 2
-
-    schedule = Calendar([Entry(1)], warm)
-    for _ in range(5):
-        assert schedule.is_local is (schedule.step >= 2)  # looking decides nothing
-        assert [schedule.settle() for _ in range(3)] == [schedule.step >= 2] * 3
-        assert schedule.is_local is (schedule.step >= 2)
-        schedule.advance()
-    assert asked == [0, 0, 1, 1, 2, 2]
-
-
-@pytest.mark.parametrize("limit", [4, 64, 1000, 10**6])
-def test_buckets_hold_every_element_once(limit):
-    g = torch.Generator().manual_seed(0)
-    tensors = [
-        torch.randn(13, 7, generator=g),
-        torch.randn(30, 30, generator=g)[3:20, ::2],
-        torch.randn(4, 3, 5, 5, generator=g).to(memory_format=torch.channels_last),
-        torch.randn(100, generator=g).half(),
-        torch.randn(0, 3),
-        torch.randn(()),
-        torch.arange(50),
-        torch.tensor([True, False, True]),
-        torch.randn(5, dtype=torch.complex64),
-    ]
-    items = [Item(str(i), t) for i, t in enumerate(tensors)]
-    buckets = cut(items, limit)
-    for bucket in buckets:
-        assert bucket.size == sum(p.numel() for p in bucket.pieces)
-        assert bucket.size * bucket.dtype.itemsize <= max(limit, bucket.dtype.itemsize)
-        assert {p.dtype for p in bucket.pieces} == {bucket.dtype}
-    before = [t.clone() for t in tensors]
-    elements = sum(t.numel() * (2 if t.is_complex() else 1) for t in tensors)
-    assert sum(bucket.size for bucket in buckets) == elements
-    for bucket in buckets:
-        flat = torch.empty(bucket.size, dtype=bucket.dtype)
-        bucket.pack(flat)
-        for piece in bucket.pieces:
-            piece.zero_()
-        bucket.unpack(flat)
-    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
-    for bucket in buckets:
-        for piece in bucket.pieces:
-            piece.zero_()
-    assert not any(t.any() for t in tensors)
-
-
-def test_buckets_never_travel_in_a_narrower_dtype():
-    items = [Item("a", torch.randn(3)), Item("b", torch.randn(3).bfloat16())]
-    for wanted, expected in (
-        (torch.bfloat16, {torch.float32, torch.bfloat16}),
-        (torch.float32, {torch.float32}),
-        (torch.float64, {torch.float64}),
-    ):
-        assert {bucket.dtype for bucket in cut(items, 1000, wanted)} == expected
-
-
-def test_shares():
-    assert Shares.of([1.0, 1.0, 1.0], 1) == Shares(1 / 3, 3, False)
-    assert Shares.of([0.0, 2.0, 2.0], 1) == Shares(0.5, 2, True)
-    assert Shares.of([1.0, 3.0], 0) == Shares(0.25, None, True)
-    assert Shares.of([0.0, 0.0], 0).nobody
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -315,3 +205,17 @@ def test_what_would_not_be_used_raises():
         local.seen(torch.tensor(3))
 
     offbeat.Simulation(1).run(replica)
+
+
+def test_optimizers_that_communicate_by_themselves_are_refused(alone):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    class Mine(ZeroRedundancyOptimizer):
+        pass
+
+    model = nn.Linear(3, 2)
+    for cls in (ZeroRedundancyOptimizer, Mine):
+        inner = cls(model.parameters(), torch.optim.SGD, lr=0.1)
+        for wrap in (offbeat.LocalSGD, offbeat.DiLoCo, offbeat.SlowMo):
+            with pytest.raises(TypeError, match=r"ZeroRedundancyOptimizer exchanges its ranks' updates"):
+                wrap(inner, model)

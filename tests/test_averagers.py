@@ -1,7 +1,8 @@
-"""Changing the import is the whole migration: torch's classes and ours, stepped side by side."""
+"""torch's averagers, hook and PostLocalSGDOptimizer beside ours: changing the import is the whole migration."""
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections import OrderedDict
@@ -19,12 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
 from offbeat.wire import groups
-from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make
+from tests.harness import (
+    batch,
+    everyone,
+    flat,
+    loss,
+    make,
+    ranks,
+    sgd,
+    train,
+)
 
-pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("sync_torch"), pytest.mark.timeout(320)]
-
-scenario = Scenarios(__name__)
+pytestmark = pytest.mark.xdist_group("averagers")
 
 
 OPTIMIZERS = {
@@ -91,8 +98,8 @@ def pair(world: int, optimizer: str, period: int, warmup: int) -> tuple[Side, Si
     )
 
 
-@scenario(2, 4)
-def periodic(rank, world):
+@ranks(2, 4)
+def test_periodic(rank, world):
     for optimizer in OPTIMIZERS if world == 2 else ("sgd", "ours"):
         for period, warmup in ((4, 3), (3, 0), (2, 5)) if world == 2 else ((4, 3),):
             agreed = compare(*pair(world, optimizer, period, warmup), range(14), rank, world)
@@ -100,8 +107,8 @@ def periodic(rank, world):
             assert agreed == expected
 
 
-@scenario(4)
-def hierarchical(rank, world):
+@ranks(4)
+def test_hierarchical(rank, world):
     for warmup in (0, 3):
         for sizes in (
             OrderedDict([(2, 2), (4, 4)]),
@@ -131,8 +138,8 @@ def groups_and_a_frozen_layer(model: Any) -> list[dict[str, Any]]:
     ]
 
 
-@scenario(4)
-def everything_together(rank, world):
+@ranks(4)
+def test_everything_together(rank, world):
     """Hook, hierarchy of three levels, groups, parameters without gradients; also without any warm-up."""
     subgroup, _ = dist.new_subgroups(group_size=2)
     for warmup in (0, 3):
@@ -147,8 +154,8 @@ def everything_together(rank, world):
             assert sides[0].state.iter == sides[1].state.iter == warmup
 
 
-@scenario(2)
-def local_from_the_first_step(rank, world):
+@ranks(2)
+def test_local_from_the_first_step(rank, world):
     """``start_localSGD_iter=0``, without gradients being averaged at any time."""
     for split in (lambda model: model.parameters(), groups_and_a_frozen_layer):
         ours = Side(True, "sgd", offbeat.PeriodicModelAverager(3), 0, None, False, split=split)
@@ -156,8 +163,8 @@ def local_from_the_first_step(rank, world):
         assert compare(ours, theirs, range(8), rank, world) == [s % 3 == 0 for s in range(8)]
 
 
-@scenario(2)
-def checkpoints(rank, world):
+@ranks(2)
+def test_checkpoints(rank, world):
     """With a step entry, without one, from torch's to ours and back."""
     ours, theirs = pair(world, "adamw", 4, 3)
     compare(ours, theirs, range(6), rank, world)
@@ -187,8 +194,8 @@ def checkpoints(rank, world):
             assert again[0].averager.step == again[1].averager.step == (step + 1 if with_step else step - 5)
 
 
-@scenario(2)
-def errors_and_warnings(rank, world):
+@ranks(2)
+def test_errors_and_warnings(rank, world):
     """The same classes of errors with torch's words, so that code that catches or matches them goes on doing so."""
     for build in (
         lambda m, h: m.PeriodicModelAverager(0),
@@ -222,8 +229,8 @@ def errors_and_warnings(rank, world):
         assert len(said[0]) == 1
 
 
-@scenario(2)
-def averagers_by_themselves(rank, world):
+@ranks(2)
+def test_averagers_by_themselves(rank, world):
     """From parameters and from groups, as torch's own tests do it; ours leaves storages where they are."""
     for give in (lambda model, opt: model.parameters(), lambda model, opt: opt.param_groups):
         for module in (offbeat, torch_averagers):
@@ -244,23 +251,23 @@ def averagers_by_themselves(rank, world):
             assert (model.weight.data_ptr() == address) is (module is offbeat)
 
 
-@scenario(4)
-def ranks_outside_the_group(rank, world):
+@ranks(4)
+def test_ranks_outside_the_group(rank, world):
     group = dist.new_group([0, 2])
     parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
     offbeat.PeriodicModelAverager(2, process_group=group).average_parameters([parameter])
     assert torch.equal(parameter, torch.full((3,), 1.0 if rank in (0, 2) else float(rank)))
 
 
-@scenario(2)
-def torchs_averager_in_our_optimizer(rank, world):
+@ranks(2)
+def test_torchs_averager_in_our_optimizer(rank, world):
     ours, theirs = pair(world, "sgd", 4, 3)
     ours.averager = ours.optimizer.averager = torch_averagers.PeriodicModelAverager(4, 3)
     compare(ours, theirs, range(9), rank, world)
 
 
-@scenario(2)
-def hook_without_subgroup_after_warmup(rank, world):
+@ranks(2)
+def test_hook_without_subgroup_after_warmup(rank, world):
     """``post_local_gradient_allreduce=False`` leaves gradients as they are."""
     results = []
     for states, hook in (
@@ -281,8 +288,8 @@ def hook_without_subgroup_after_warmup(rank, world):
     assert torch.equal(*results)
 
 
-@scenario(2, 4)
-def hook_without_a_launcher(rank, world):
+@ranks(2, 4)
+def test_hook_without_a_launcher(rank, world):
     """``subgroup=None`` is the ranks on this host, found without the variables that a launcher sets."""
     launchers = {key: os.environ.pop(key) for key in ("LOCAL_WORLD_SIZE", "LOCAL_RANK") if key in os.environ}
     hosts = [[0] * world, [r // 2 for r in range(world)], [r % 2 for r in range(world)], list(range(world))]
@@ -311,6 +318,35 @@ def hook_without_a_launcher(rank, world):
         os.environ.update(launchers)
 
 
-@pytest.mark.parametrize(("world", "name"), scenario.cases)
-def test_like_torch(world, name):
-    scenario.check(world, name)
+@ranks(2)
+def test_warmup_of_hook_and_averager(rank, world):
+    """Two counters that do not fit raise before anything is averaged by nobody."""
+
+    def parts(start: int, warmup: int) -> Any:
+        ddp = DistributedDataParallel(make())
+        state = offbeat.PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
+        ddp.register_comm_hook(state, offbeat.post_local_sgd_hook)
+        averager = offbeat.PeriodicModelAverager(4, warmup)
+        return ddp, state, offbeat.PostLocalSGDOptimizer(sgd(ddp.parameters()), averager)
+
+    for start, warmup in ((3, 5), (5, 3)):
+        ddp, state, optimizer = parts(start, warmup)
+        with pytest.raises(ValueError, match=f"after {start} steps .* averager after {warmup}"):
+            train(ddp, optimizer, range(1), rank)
+    ddp, state, optimizer = parts(4, 4)
+    loss(ddp, batch(0, rank)).backward()
+    loss(ddp, batch(1, rank)).backward()  # two passes, one step, and no no_sync()
+    with pytest.raises(RuntimeError, match="has counted 2 backward passes, but the averager 1 steps"):
+        optimizer.step()
+    ddp, state, optimizer = parts(4, 4)
+    for step in range(6):
+        with ddp.no_sync():
+            loss(ddp, batch(step, rank)).backward()
+        train(ddp, optimizer, range(step, step + 1), rank)
+    # A checkpoint from before, loaded into the running program: the hook goes back with the averager.
+    ddp, state, optimizer = parts(4, 4)
+    early = copy.deepcopy(optimizer.state_dict())
+    train(ddp, optimizer, range(7), rank)
+    assert state.iter == 4
+    optimizer.load_state_dict(early)
+    assert (state.iter, optimizer.averager.step) == (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from typing import Any
 
 import pytest
@@ -13,10 +12,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
-from offbeat.sync.agreement import Shares
-from offbeat.sync.exchange import Exchange
-from offbeat.sync.items import Item
+from offbeat.replicas.contents import Item
+from offbeat.replicas.hello import Verdict
+from offbeat.replicas.values import Reduction, Values
 from offbeat.wire.peers import GroupPeers
+from tests.harness import failing_reduce
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -54,7 +54,6 @@ def train(device: str, rank: int, options: dict[str, Any], wrap: Any, steps: int
 CASES: list[dict[str, Any]] = [
     {"every": 4, "warmup": 3},
     {"every": 4, "warmup": 3, "bucket_mb": 0.1},
-    {"every": 4, "warmup": 3, "bucket_mb": 0.1, "undo": "disk"},
     {"every": 4, "warmup": 3, "delay": 3},
     {"every": 4, "warmup": 3, "delay": 3, "bucket_mb": 0.1},
     {"every": 4, "warmup": 3, "delay": 3, "snapshot": "cpu", "bucket_mb": 0.1},
@@ -80,12 +79,7 @@ def test_the_same_as_on_the_cpu():
 
 
 def simulated(device: str, options: dict[str, Any], steps: int = 12) -> list[torch.Tensor]:
-    seeding = threading.Lock()
-
-    def replica(rank: int, peers: Any) -> torch.Tensor:
-        with seeding:
-            torch.manual_seed(0)
-            model = nn.Sequential(nn.Linear(64, 1500), nn.Tanh(), nn.Linear(1500, 64)).to(device)
+    def replica(rank: int, peers: Any, model: nn.Module) -> torch.Tensor:
         optimizer = offbeat.DiLoCo(
             offbeat.SGD(model.parameters(), lr=3.0), model, group=peers, subgroup=None, warmup=2, **options
         )
@@ -98,7 +92,10 @@ def simulated(device: str, options: dict[str, Any], steps: int = 12) -> list[tor
         optimizer.finish()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
 
-    return offbeat.Simulation(4).run(replica)
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(64, 1500), nn.Tanh(), nn.Linear(1500, 64)).to(device)
+
+    return offbeat.Simulation(4).run(replica, make=make)
 
 
 @pytest.mark.parametrize(
@@ -114,32 +111,20 @@ def test_simulated_replicas(options):
 
 
 def failing(rank: int, world: int) -> bool:
-    """What was overwritten comes back from host memory."""
+    """A round that training waits for changes nothing before all ranks have its result."""
     model = model_on("cuda")
     with torch.no_grad():
         for p in model.parameters():
             p.add_(rank)
     before = [p.detach().clone() for p in model.parameters()]
     local = offbeat.LocalSGD(torch.optim.SGD(model.parameters(), lr=0.0), model, subgroup=None, bucket_mb=0.05)
-    real, calls = GroupPeers.all_reduce, [0]
-
-    def all_reduce(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == 5:
-            raise RuntimeError("gone")
-        return real(*args, **kwargs)
-
-    GroupPeers.all_reduce = all_reduce
-    try:
-        with pytest.raises(RuntimeError, match="gone"):
-            local.step()
-    finally:
-        GroupPeers.all_reduce = real
+    with failing_reduce(5, error=RuntimeError("gone")), pytest.raises(RuntimeError, match="gone"):
+        local.step()
     dist.barrier()
     return all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_a_failed_sync_changes_nothing():
+def test_a_round_that_failed_changes_nothing():
     assert run_ranks(failing, 2) == [True, True]
 
 
@@ -156,15 +141,18 @@ def test_nccl_of_one_rank(tmp_path):
         dist.destroy_process_group()
 
 
-def test_nccl_reduces_what_the_exchange_gives_it(tmp_path):
+def test_nccl_reduces_values(tmp_path):
     """One rank cannot average, but its buckets can go through NCCL. Rounds with a delay use gloo."""
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         tensors = [torch.randn(1000, 100, device="cuda"), torch.randn(77, device="cuda").half()]
         before = [t.clone() for t in tensors]
-        half = Shares(0.5, 2, True)  # as if there were another rank, with zeros
+        half = Verdict(weights=(1.0, 1.0))  # as if there were another rank, with zeros
         items = [Item(str(i), t) for i, t in enumerate(tensors)]
-        Exchange(100_000).average(items, GroupPeers(dist.group.WORLD, [0]), half)
+        values = Values(items)
+        values.copy(items)
+        Reduction(100_000).run(values.flats, GroupPeers(dist.group.WORLD, [0]), half)
+        tensors = [values[str(i)] for i in range(len(tensors))]
         for t, b in zip(tensors, before, strict=True):
             torch.testing.assert_close(t, b / 2)
     finally:
