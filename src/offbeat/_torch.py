@@ -39,6 +39,7 @@ FEATURES = {
     "sync": "LocalSGD or PostLocalSGDOptimizer",
     "warmup": "post_local_sgd_hook",
     "join": "step(closure) of LocalSGD",
+    "uneven": "finish() before the second batch of a DistributedDataParallel module",
     "shards": "averaging DTensors",
     "mesh": "a group over several dimensions of a DeviceMesh",
     "subgroup": "a process group made by some of the ranks alone",
@@ -448,6 +449,32 @@ def uses_python_reducer(ddp: Any) -> bool:
 def has_final_buckets(ddp: Any) -> bool:
     """Whether a DDP module has made its buckets anew, in the order in which gradients come, as it does once."""
     return bool(getattr(ddp, "_has_rebuilt_buckets", False))
+
+
+def rebuilds_buckets(ddp: Any) -> bool:
+    """Whether a DDP module will make its buckets anew, with its other ranks, at the beginning of a forward pass."""
+    makes_once = ddp.static_graph or not ddp.find_unused_parameters
+    return makes_once and not uses_python_reducer(ddp) and not has_final_buckets(ddp)
+
+
+def rebuild_buckets(ddp: Any) -> None:
+    """Make buckets anew, which other ranks do at the beginning of a forward pass: all take the first rank's order.
+
+    A rank that has had no backward pass has no order of its own, and pushes its parameters as they come. Gradients and
+    parameters stay as they are.
+    """
+    require("uneven")
+    ddp.reducer._push_all_rebuilt_params()  # does nothing if there was a backward pass
+    ddp.reducer._rebuild_buckets()
+    ddp._has_rebuilt_buckets = True
+
+
+def lacks_first_pass(ddp: Any) -> bool:
+    """Whether a DDP module is in the first backward pass of ``static_graph=True``, or before it.
+
+    In that pass ranks tell each other which parameters they use, and each learns its own graph.
+    """
+    return bool(ddp.static_graph and not getattr(ddp, "_static_graph_delay_allreduce_enqueued", True))
 
 
 def divides_by_ranks_left(ddp: Any) -> bool:
@@ -866,6 +893,18 @@ PRIVATE: tuple[Private, ...] = (
         "DistributedDataParallel._has_rebuilt_buckets", "whether gradients still move to other buckets",
         "with gradient_as_bucket_view=True, overlap() looks for used gradients before every forward pass",
         lambda: _has(_DDP, "_has_rebuilt_buckets"),
+    ),
+    Private(
+        "Reducer._push_all_rebuilt_params, Reducer._rebuild_buckets",
+        "taking part in what DDP does once, on a rank that has no second batch",
+        "finish() before the second batch raises",
+        lambda: _has("torch.distributed:Reducer", "_push_all_rebuilt_params", "_rebuild_buckets"), ("uneven",),
+    ),
+    Private(
+        "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
+        "whether a rank has had the first batch of static_graph=True",
+        "finish() before it lets the other ranks wait until their group's timeout",
+        lambda: _has(_DDP, "_static_graph_delay_allreduce_enqueued"),
     ),
     Private(
         "DistributedDataParallel._comm_hooks, DistributedDataParallel._use_python_reducer, "

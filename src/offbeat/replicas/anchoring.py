@@ -104,6 +104,10 @@ class Anchoring:
         for outer in self._outers:
             outer.check_params(self._contents.params())
         self._contents.mark_trained()
+        self.compare_anchors()
+
+    def compare_anchors(self) -> None:
+        """Before the first local step, or at the beginning of a forward pass that belongs to it: begin with anchors."""
         if self._outers and not self.is_anchored:
             handle = overlap_of(self._contents.optimizer)
             if handle is None or not handle.has_updated:  # else parameters have moved since the forward pass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from offbeat import _torch
 from offbeat.ddp import CommHook, as_it_is, mean_of_bucket
 from offbeat.overlap.module_hook import ModuleHook
+from offbeat.replicas.anchoring import Anchoring
 from offbeat.wire.groups import members
 from offbeat.wire.peers import Traffic
 
@@ -23,6 +26,7 @@ class Local(Protocol):
     """What decides."""
 
     _traffic: Traffic
+    _anchoring: Anchoring
 
     @property
     def is_local(self) -> bool:
@@ -47,6 +51,8 @@ class _Attachment:
         self._comm_hook = comm_hook or mean_of_bucket
         self._counts = comm_hook is None  # what another hook sends is not known
         self._broadcasts = ddp.broadcast_buffers
+        self._has_reduced = False  # whether there was a backward pass
+        self._rebuilding: threading.Thread | None = None
         self._hook = ddp.register_forward_pre_hook(_BeforeForward(self))
 
     @property
@@ -58,6 +64,7 @@ class _Attachment:
         )
 
     def reduce(self, bucket: Any) -> Future[Any]:
+        self._has_reduced = True
         optimizer = self._optimizer()
         group = optimizer._gradient_group() if optimizer is not None else self._group
         if group is None:
@@ -68,19 +75,35 @@ class _Attachment:
         reduced: Future[Any] = self._comm_hook(group, bucket)
         return reduced
 
-    def take_part_in_first_passes(self) -> None:
+    @property
+    def lacks_first_pass(self) -> bool:
+        """Whether the others' first backward pass waits for one of this rank, which only a batch can make."""
+        ddp = self._ddp()
+        return ddp is not None and _torch.lacks_first_pass(ddp)
+
+    def take_part_in_first_passes(self) -> threading.Thread | None:
         """On a rank without data: do with the others what DDP does once, at the beginning of its second forward pass.
 
-        All ranks agree there on the order of buckets, which the first backward pass has shown. A rank that has had no
-        batch makes that pass with gradients of zero, and a rank that has had one goes on from there.
+        All ranks take over the first one's order of buckets there, which its first backward pass has shown. Rounds may
+        come before that or after it, so that it is done in a thread, which is returned.
         """
         ddp = self._ddp()
-        if ddp is not None and _torch.rebuilds_buckets(ddp):
-            _torch.rebuild_buckets(ddp)
+        if ddp is None or not _torch.rebuilds_buckets(ddp):
+            return None
+        if self._rebuilding is None or not self._rebuilding.is_alive():
+            self._rebuilding = threading.Thread(
+                target=_torch.rebuild_buckets, args=(ddp,), name="offbeat-buckets", daemon=True
+            )
+            self._rebuilding.start()
+        return self._rebuilding
 
     def before_forward(self, module: DistributedDataParallel) -> None:
         optimizer = self._optimizer()
-        module.broadcast_buffers = self._broadcasts and not (optimizer is not None and optimizer.is_local)
+        is_local = optimizer is not None and optimizer.is_local
+        module.broadcast_buffers = self._broadcasts and not is_local
+        if is_local and self._has_reduced and torch.is_grad_enabled() and _torch.rebuilds_buckets(module):
+            assert optimizer is not None
+            optimizer._anchoring.compare_anchors()  # first, as on a rank in finish() that has had no batch
 
     def remove(self, hook: CommHook) -> None:
         """Let DDP average gradients and broadcast buffers by itself again."""

@@ -458,9 +458,8 @@ class Replica(OptimizerWrapper):
         self._check_can_finish()
         if not self._schedule.is_local:
             return
-        if self._attachment is not None:
-            self._attachment.take_part_in_first_passes()
         self._anchoring.at_the_end()
+        rebuilding = None if self._attachment is None else self._attachment.take_part_in_first_passes()
         if self._steps_made is None:
             self._steps_made = self._schedule.step
         problems: list[BaseException] = []
@@ -474,6 +473,8 @@ class Replica(OptimizerWrapper):
                 if self._board.failed_in_a_row >= ATTEMPTS:
                     raise ExchangeError(f"{ATTEMPTS} rounds failed one after the other; the warnings say why")
             raise_together(problems)
+        if rebuilding is not None:
+            rebuilding.join()
         self._schedule.go_to(max(outcome.most_steps, self._steps_made))
         self._steps_made = None
         self._end_together(problems)
@@ -483,7 +484,9 @@ class Replica(OptimizerWrapper):
 
         They are in step with each other, so that all arrive within a moment if they are at the end too.
         """
-        together = self._subgroup if self._schedule.is_local else self._everyone
+        is_local = self._schedule.is_local
+        lacks_first_pass = self._attachment is not None and self._attachment.lacks_first_pass
+        together = self._subgroup if is_local and not lacks_first_pass else self._everyone
         if together is None or together.size == 1:
             return
         name = f"offbeat/{self._token}/finish/{self.steps}.{min(together.ranks)}"
@@ -491,7 +494,13 @@ class Replica(OptimizerWrapper):
             return
         for membership in self._memberships:
             membership.close()
-        where = "inside its node" if self._schedule.is_local else "over all ranks, because it is still warm-up,"
+        if is_local and lacks_first_pass:
+            raise RuntimeError(
+                "finish() was called on a rank that has had no batch, while DistributedDataParallel(static_graph=True) "
+                "waits for the first batch of every rank; its connections were closed, so that the others' rounds fail "
+                "soon. Give every rank at least one batch, or leave static_graph out"
+            )
+        where = "inside its node" if is_local else "over all ranks, because it is still warm-up,"
         raise RuntimeError(
             f"finish() was called after {number_of(self.steps, 'step')}, while gradients are averaged {where} at every "
             "step, so that the other ranks would wait for this one; its connections were closed, so that their rounds "
