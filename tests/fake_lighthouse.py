@@ -1,4 +1,4 @@
-"""A lighthouse in this process that forms quorums as torchft's does: of all that are alive, or of most of them in time."""
+"""A lighthouse in this process that forms quorums as torchft does: of all that are alive, or of most in time."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 from offbeat.replicas.compare import Disagreement
 from offbeat.replicas.hello import Hello, Rules, decide, merge
-from offbeat.wire.base import NotFinite
+from offbeat.wire.codecs import NotFinite
 from offbeat.wire.peers import ExchangeError
 
 FIRST = Hello(rank=0, round=(7, 0, 0), items="i", lineage="a", weight=2.0)
@@ -118,8 +118,8 @@ def test_inner_options_that_differ_are_named_and_those_of_done_ranks_are_not():
         {"inner": {"lr of group 0": "0.2"}},
         {"inner": {"lr of group 0": "0.1"}},
     ]
-    (words,) = decide(hellos(*changes), Rules()).differences
-    assert words == "lr of group 0 is not the same on every rank: 0.1 on ranks 0, 2, 0.2 on rank 1"
+    ((name, words),) = decide(hellos(*changes), Rules()).differences
+    assert (name, words) == ("lr of group 0", "0.1 on ranks 0, 2, 0.2 on rank 1")
     changes[1] = {**changes[1], "done": True}
     assert decide(hellos(*changes), Rules()).differences == ()
 

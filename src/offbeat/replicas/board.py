@@ -283,10 +283,11 @@ class Board:
     def _apply(self, fragment: Fragment, outcome: Outcome, flight: Flight | None, mixing: float | None) -> None:
         for note in outcome.notes:
             warnings.warn(note, stacklevel=7)
-        for difference in outcome.differences:
-            if difference not in self._warned:
-                self._warned.add(difference)
-                warnings.warn(f"{difference}; replicas train with different options", stacklevel=7)
+        for name, where in outcome.differences:
+            if name not in self._warned:
+                self._warned.add(name)
+                words = f"{name} is not the same on every rank: {where}; replicas train with different options"
+                warnings.warn(words, stacklevel=7)
         try:
             if outcome.error is not None:
                 raise outcome.error
@@ -300,6 +301,8 @@ class Board:
             warnings.warn(f"a round failed, and training goes on: {error}", stacklevel=7)
             return
         self.failed_in_a_row = 0
+        if fragment.outer is not None and outcome.has_compared:
+            fragment.outer.unchecked.difference_update(outcome.names)
         fragment.skipped = outcome.status == "skipped"
         if outcome.status == "averaged":
             self.count += flight is None and not outcome.alone

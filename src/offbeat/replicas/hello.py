@@ -173,7 +173,7 @@ class Verdict:
         most_steps: the largest number of steps that a replica has made.
         outer: the numbers among the outer optimizer's options that all use.
         notes: warnings, the same on every rank.
-        differences: warnings that are given once only, such as different options of the inner optimizer.
+        differences: options of the inner optimizers that differ, with where they do: warned of once each.
     """
 
     weights: tuple[float, ...]
@@ -189,7 +189,7 @@ class Verdict:
     most_steps: int = 0
     outer: OuterOptions = ()
     notes: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
+    differences: tuple[tuple[str, str], ...] = ()
 
     @property
     def divisor(self) -> int | None:
@@ -364,7 +364,7 @@ def _outer_in_words(options: OuterOptions) -> dict[str, str]:
     return words
 
 
-def _differences(hellos: Sequence[Hello]) -> tuple[str, ...]:
+def _differences(hellos: Sequence[Hello]) -> tuple[tuple[str, str], ...]:
     """Options of the inner optimizers that differ between replicas that train."""
     training = [hello for hello in hellos if not hello.done]
     words = []
@@ -374,5 +374,5 @@ def _differences(hellos: Sequence[Hello]) -> tuple[str, ...]:
             by_value.setdefault(hello.inner.get(name, "not there"), []).append(hello.rank)
         if len(by_value) > 1:
             where = ", ".join(f"{value} on {names_of_ranks(ranks)}" for value, ranks in by_value.items())
-            words.append(f"{name} is not the same on every rank: {where}")
+            words.append((name, where))
     return tuple(words)

@@ -88,8 +88,10 @@ class Joining:
                 self._board.land_all()
                 self._schedule.go_to(newest + 1)
 
-    def after_step(self, state_dict: Any) -> None:
+    def hand_over(self, state_dict: Any) -> None:
         """Note that training goes on, and hand a copy of everything to replicas that wait for it.
+
+        Called at the beginning of a step, when schedulers have been stepped as often as the optimizer.
 
         Args:
             state_dict: makes the state dict of the replica.

@@ -393,6 +393,7 @@ class Replica(OptimizerWrapper):
         with self._scaled_step():
             if self._joining is not None:
                 self._joining.before_step()
+                self._joining.hand_over(self.state_dict)
             self._anchoring.before_step(type(self).__name__)
             self._made_equal, self._steps_made = False, None
             for outer in filter(None, outers_of(self._board)):
@@ -417,8 +418,6 @@ class Replica(OptimizerWrapper):
             finally:
                 self._schedule.advance()  # even if a round failed, so that all ranks count the same
                 self._leaving.step(apart=not self.agreed, syncs=self.syncs)
-            if self._joining is not None:
-                self._joining.after_step(self.state_dict)
             return loss
 
     def _create_state(self) -> None:

@@ -97,7 +97,7 @@ class Outcome:
         step: the step after which the round began.
         error: why it failed.
         notes: warnings to give on landing.
-        differences: warnings to give once in the run.
+        differences: see :class:`Verdict`.
         final: whether the result replaces the parameters, whatever the level's mixing is.
         final_below: the same for the anchors of lower levels.
         alone: whether there was nobody to exchange with.
@@ -113,6 +113,7 @@ class Outcome:
         gradients: decoded pseudo-gradients by parameter, if the level has a codec.
         residual: what encoding has lost, and for which parameters.
         base: anchors and outer state to take over first, for a replica that was behind, with version and lineage.
+        has_compared: whether the anchors of all replicas were compared and are equal.
         fresh: whether the mean becomes the anchors, because there were none.
         members: the ranks that took part.
         weights: their weights.
@@ -125,7 +126,7 @@ class Outcome:
     step: int
     error: BaseException | None = None
     notes: tuple[str, ...] = ()
-    differences: tuple[str, ...] = ()
+    differences: tuple[tuple[str, str], ...] = ()
     final: bool = False
     final_below: bool = False
     alone: bool = False
@@ -141,6 +142,7 @@ class Outcome:
     gradients: Mapping[str, Tensor] | None = None
     residual: tuple[list[tuple[str, int]], Tensor] | None = None
     base: tuple[dict[str, Any], int, str] | None = None
+    has_compared: bool = False
     fresh: bool = False
     members: tuple[int, ...] = ()
     weights: tuple[float, ...] = ()
@@ -302,6 +304,7 @@ def _outcome(
         gradients=None if codes is None else codes.views,
         residual=None if codes is None or lost is None else (codes.sizes, lost),
         base=base,
+        has_compared=verdict.compare_anchors and verdict.action != "skip",
         fresh=verdict.fresh,
         members=tuple(hello.rank for hello in hellos),
         weights=verdict.weights,
