@@ -172,16 +172,10 @@ class CpuBatch(Batch):
 class TensorBatch(Batch):
     """A batch whose tier takes lists of tensors."""
 
-    _reads_memory = False  # whether the tier works on addresses too
-    _needs_strides = False  # whether the tier needs the strides that tensors had before
-
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
         """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
         given = [p.grad for p in params] if grads is None else list(grads)
-        if self._reads_memory:
-            count = self.book.read(params, given)
-        else:
-            count = self.book.check(params, given, strides=self._needs_strides)
+        count = self.book.read(params, given)
         if count is None:
             return False
         self._count = count
@@ -249,7 +243,6 @@ class ForeachBatch(ListBatch):
 class NativeBatch(ListBatch):
     """One call of torch's own fused operator, which reads the counters itself: the host does not wait for them."""
 
-    _needs_strides = True
     _checked: Options | None = None
 
     def _set_up(self, options: Options) -> None:

@@ -75,8 +75,6 @@ class MatrixBatch(UnrecordedBatch):
         like = [self.columns[i] for i in self._like]
         self.book = AddressBook([self.shards, *like], pinned, self.params if self.distributed else None)
 
-    _reads_memory = True  # chunks keep tables of addresses
-
     def prepare(self, options: Options) -> bool:
         """Work out the numbers of the step; raises if they make no sense."""
         if not self._symbolic:
