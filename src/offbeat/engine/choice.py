@@ -77,7 +77,7 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
         return Choice("foreach", "foreach=True")
     why_not = _why_not_fused(options, tensors, program)
     if why_not is None:
-        return Choice("fused", "the fastest for these tensors")
+        return Choice("fused", "one kernel, compiled from the rule")
     # On other devices the counters are not where torch's operators expect them.
     if p.device.type == "cpu" and program is None and _why_not_native(options, tensors) is None:
         return Choice("native", f"torch's own operator, because {why_not}")

@@ -25,12 +25,12 @@ from offbeat.engine.cpu.compiler import (
     CompilerError,
     cache_directory,
     cached,
+    digest,
     find_compiler,
     version_of,
     why_not_readable,
     why_not_wanted,
 )
-from offbeat.engine.cpu.shipped import digest
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
