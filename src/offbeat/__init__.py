@@ -6,8 +6,9 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
     optimizer = offbeat.AdamW(model.parameters(), lr=1e-3)
 """
 
+from typing import Any
+
 from offbeat._version import __version__
-from offbeat.ddp import ReducedToOwners, reduce_to_owners
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
 from offbeat.optim import (
@@ -64,7 +65,6 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PureOptimizer",
-    "ReducedToOwners",
     "Replica",
     "Rule",
     "RuleOptimizer",
@@ -80,8 +80,19 @@ __all__ = [
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",
-    "reduce_to_owners",
     "register_overlapped",
     "split_parameters",
 ]
 __all__ += optimizers.__all__
+
+#: Public names that are gone, and what to use instead.
+_REMOVED = {
+    "reduce_to_owners": "use optimizer.share_matrices() under DDP, or FSDP2, which needs no call",
+    "ReducedToOwners": "use optimizer.share_matrices() under DDP, or FSDP2, which needs no call",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _REMOVED:
+        raise AttributeError(f"offbeat.{name} was removed: {_REMOVED[name]}")
+    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

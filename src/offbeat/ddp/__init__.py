@@ -7,16 +7,13 @@ own mean or with a :class:`Reducer`, and then hands them to its :class:`Listener
 from offbeat.ddp.comm_hook import CommHook, Listener, Reducer, UserHook
 from offbeat.ddp.mean import as_it_is, mean_of_bucket
 from offbeat.ddp.modules import is_inside_ddp
-from offbeat.ddp.to_owners import ReducedToOwners, reduce_to_owners
 
 __all__ = [
     "CommHook",
     "Listener",
-    "ReducedToOwners",
     "Reducer",
     "UserHook",
     "as_it_is",
     "is_inside_ddp",
     "mean_of_bucket",
-    "reduce_to_owners",
 ]

@@ -45,10 +45,6 @@ class Listener(Protocol):
             A function to call with the reduced gradients while backward goes on, or None to leave this bucket alone.
         """
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the gradients of the pass that is running will be added to those of a later pass."""
-
     def pass_ended(self) -> None:
         """Called at the end of a backward pass, when DDP has copied the reduced gradients into ``.grad``."""
 
@@ -152,11 +148,6 @@ class CommHook:
         found = [listener() for listener in self._listeners]
         return [listener for listener in found if listener is not None]
 
-    @property
-    def accumulates(self) -> bool:
-        """Whether the gradients of the pass that is running will be added to those of a later pass."""
-        return any(listener.accumulates for listener in self.listeners)
-
     def add_listener(self, listener: Listener) -> None:
         """Hand reduced buckets to this one too."""
         self._listeners.append(weakref.ref(listener))
@@ -174,10 +165,6 @@ class CommHook:
         if isinstance(self._reducer, UserHook):
             self._reducer.abort()
         self._background.settle()
-
-    def mean(self, bucket: Any) -> Future[Any]:
-        """DDP's own mean of a bucket, for a reducer that leaves some buckets to it."""
-        return self._mean.start(bucket, defer=False)[0]
 
     def stand_in(self, p: Tensor) -> None:
         """Call when ``p.grad`` has taken the place of a gradient that DDP would have accumulated in its bucket."""

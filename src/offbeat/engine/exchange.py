@@ -2,8 +2,7 @@
 
 - **Shards** (FSDP2): each rank has a piece of every matrix. Pieces go to the owners by one packed all-to-all, and those
   of the result come back by another.
-- **Copies** (DDP): each rank has every matrix, and its gradient or only those of its own matrices. Each transforms its
-  own and sends them to the others.
+- **Copies** (DDP): each rank has every matrix and its gradient. Each transforms its own and sends them to the others.
 
 Both go round by round, and the exchange of one round runs beside the arithmetic of the next. Results travel with a flag
 that says whether the rank could compute them. If one could not, every rank raises, and the round changes nothing.
@@ -113,17 +112,10 @@ def run_shards(jobs: Sequence[Job], steps: Steps) -> None:
     _pipeline(jobs, owners, steps, first.group, _ShardRound)
 
 
-def run_copies(jobs: Sequence[Job], steps: Steps, group: Any, owners: Sequence[int] | None = None) -> None:
-    """Transform matrices that every rank of the group has.
-
-    Args:
-        owners: the owner of each matrix, if only the owner has the gradient and the state. None if every rank has them.
-    """
-    if owners is None:
-        found = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(group))
-        _pipeline(jobs, found, steps, group, _CopyRound)
-    else:
-        _pipeline(jobs, owners, steps, group, _OwnerRound)
+def run_copies(jobs: Sequence[Job], steps: Steps, group: Any) -> None:
+    """Transform matrices that every rank of the group has."""
+    owners = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(group))
+    _pipeline(jobs, owners, steps, group, _CopyRound)
 
 
 def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: Any, kind: Any) -> None:
@@ -297,13 +289,6 @@ class _CopyRound(_Round):
         for some in alike([job for job in self.jobs if job.at not in mine]):
             ignored = self._buffer(some)
             self.steps.before(some, [ignored.views[job.at, 0] for job in some])
-
-
-class _OwnerRound(_CopyRound):
-    """One round of matrices that every rank has, but not their gradients: the state is the owner's alone."""
-
-    def _follow(self) -> None:
-        pass
 
 
 class _Packed:

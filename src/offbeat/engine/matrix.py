@@ -16,7 +16,7 @@ from torch import Tensor
 from offbeat._torch import foreach_copy_
 from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
-from offbeat.engine.agree import check_same_gradients
+from offbeat.engine.agree import check_same_bits
 from offbeat.engine.batch import UnrecordedBatch
 from offbeat.engine.choice import Choice
 from offbeat.engine.chunks import Chunk, Kernels
@@ -25,7 +25,7 @@ from offbeat.engine.elementwise import stages
 from offbeat.engine.exchange import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
 from offbeat.engine.extras import Extras
 from offbeat.engine.member import Member
-from offbeat.engine.options import Options, Sharing
+from offbeat.engine.options import Options
 from offbeat.engine.pieces import Task, run_pieces, run_whole
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
@@ -83,10 +83,6 @@ class MatrixBatch(UnrecordedBatch):
         assert matrix is not None
         if self.distributed and any(_cut(matrix, p) is not None for p in self.params):
             raise RuntimeError("a step on matrices that are cut over ranks cannot be traced: other ranks take part")
-        if options.sharing is not None and options.sharing.owners is not None:
-            raise RuntimeError(
-                "a step whose gradients are reduced to the owners of matrices cannot be traced: other ranks take part"
-            )
         options.sample_coefficients()
         return True
 
@@ -137,7 +133,8 @@ class MatrixBatch(UnrecordedBatch):
         assert matrix is not None
         for group, jobs in self._jobs.items():
             if not self.distributed:
-                self._run_copies(jobs, self._steps(options), options.sharing)
+                assert options.sharing is not None
+                run_copies(jobs, self._steps(options), options.sharing.group)
             elif matrix.pieces:
                 run_pieces(self._tasks(options, jobs), group)
             else:
@@ -147,10 +144,10 @@ class MatrixBatch(UnrecordedBatch):
     def check_copies(self, options: Options) -> None:
         """Raise, on every rank alike, unless the ranks that share matrices have the same gradients for them."""
         sharing = options.sharing
-        if sharing is not None and sharing.owners is None and not self.distributed and not self._symbolic:
+        if sharing is not None and not self.distributed and not self._symbolic:
             gradients = [g for g in self._gradients if g is not None]
             if gradients:
-                check_same_gradients(gradients, sharing.group)
+                check_same_bits(gradients, sharing.group, _different_gradients)
 
     def _tasks(self, options: Options, jobs: list[Job]) -> list[list[Task]]:
         """Rounds of parameters of which this rank transforms its piece; the same on every rank."""
@@ -178,15 +175,6 @@ class MatrixBatch(UnrecordedBatch):
         chunk.set_numbers(options, options.on_host(), self.sets.of(at[0]))
         begin = functools.partial(self._transform, options, chunk, None)
         return Task(begin, functools.partial(self._finish, options, chunk), cut.dim - len(cut.shape))
-
-    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing | None) -> None:
-        assert sharing is not None
-        if sharing.owners is None:
-            run_copies(jobs, steps, sharing.group)
-        else:
-            owners = [sharing.owners.of(self.params[job.at]) for job in jobs]
-            sharing.owners.stale = True
-            run_copies(jobs, steps, sharing.group, owners)
 
     def _steps(self, options: Options) -> Steps:
         """What is done with jobs that several ranks share."""
@@ -363,3 +351,10 @@ def _cut(matrix: Matrix, p: Any) -> Cut | None:
     """How this parameter's matrices are cut; None if this rank has whole ones."""
     cut = cut_of(p)
     return None if cut is None or (matrix.cut and cut.dim < p.dim() - 2) else cut
+
+
+def _different_gradients() -> Exception:
+    return RuntimeError(
+        "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
+        "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+    )

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import is_traced
-from offbeat.engine.owners import Owners
 from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values, no_scalars
@@ -23,12 +22,10 @@ class Sharing(NamedTuple):
     Attributes:
         group: the process group.
         exact: whether results are sent in the dtype in which they were computed, even if it is wider than bfloat16.
-        owners: the owners of the matrices if gradients are reduced to them; None if all ranks have all gradients.
     """
 
     group: Any
     exact: bool
-    owners: Owners | None = None
 
 
 class Options:
@@ -254,11 +251,6 @@ class OptionsCache:
     def __init__(self, rule: Rule, sharing: Sharing | None) -> None:
         self.rule, self._sharing = rule, sharing
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
-
-    @property
-    def has_owners(self) -> bool:
-        """Whether only owners have gradients and state of matrices."""
-        return self._sharing is not None and self._sharing.owners is not None
 
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_traced
-from offbeat.engine.agree import check_shared_work
+from offbeat.engine.agree import Difference, check_same
 from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
 from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
 from offbeat.engine.matrix import WHOLE
-from offbeat.engine.options import Options, OptionsCache, Sharing, option_names
+from offbeat.engine.options import Options, OptionsCache, Sharing
 from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
@@ -106,27 +106,17 @@ class Engine:
         if not found:
             return
         try:
-            if not self._options.has_owners:  # whose optimizer has made sure that all ranks take the same step
-                for group, mine in found.items():
-                    check_shared_work(mine, group, devices[group])
+            for group, mine in found.items():
+                values: dict[str, Any] = {"gradients": [what for _, what in mine]}
+                for name in mine[0][0].words:
+                    values[name] = ", ".join(options.words[name] for options, _ in mine)
+                check_same(values, group, devices[group], _different_work)
             for batch, options in batches:
                 batch.check_copies(options)
         except BaseException:
             for part, _ in jobs:
                 part.release()
             raise
-
-    def describe(self, work: Sequence[Work]) -> dict[str, str]:
-        """Which parameters have gradients, and the options of their groups, in words that ranks can compare."""
-        given = [[(i, tuple(p.shape)) for i, (p, g) in enumerate(zip(item.params, item.gradients, strict=True))
-                  if g is not None] for item in work]  # fmt: skip
-        words = [self._options.of(item.group).words for item in work]
-        return {"gradients": repr(given)} | {name: ", ".join(one[name] for one in words) for name in self.names[1:]}
-
-    @property
-    def names(self) -> list[str]:
-        """The names in what :meth:`describe` returns."""
-        return ["gradients", *option_names(self._options.rule)]
 
     def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
         """Like :meth:`run`; returns whether new batches were built."""
@@ -240,3 +230,15 @@ def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tu
         layers[depth][0].append(p)
         layers[depth][1].append(g)
     return layers
+
+
+def _different_work(difference: Difference) -> Exception:
+    if difference.name == "gradients":
+        return RuntimeError(
+            "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
+            "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
+        )
+    return RuntimeError(
+        f"the ranks have different values of the option {difference.name!r} ({difference}), so that their parameters "
+        "would drift apart; set it to the same value in the param groups of every rank. No rank has changed anything"
+    )

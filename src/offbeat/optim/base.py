@@ -19,7 +19,6 @@ from offbeat.engine.choice import Choice
 from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
 from offbeat.engine.options import Options, hyperparameters
-from offbeat.engine.owned import gradient_of, reduced_gradient
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.engine.step import Engine
@@ -111,8 +110,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        if self.owners is not None:
-            self.owners.add(self.param_groups[-1]["params"])
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
@@ -177,16 +174,11 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._run(self._work, self._extras(clip, zero_grad))
-        if zero_grad and self.owners is not None:
-            for p in (p for group in self.param_groups for p in group["params"]):
-                p.grad = gradient_of(p)  # now zeros on every rank
         return loss
 
     def _work(self) -> list[Work]:
         """All groups, with gradients from ``.grad``."""
-        if self.owners is None:
-            return [Work(group, group["params"], None) for group in self.param_groups]
-        return [Work(one, one["params"], list(map(reduced_gradient, one["params"]))) for one in self.param_groups]
+        return [Work(group, group["params"], None) for group in self.param_groups]
 
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
@@ -216,19 +208,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
         self._run(lambda: self._by_group(params, grads), self._extras(clip, False))
 
-    def check_gradients(self, *, error: Exception | None = None) -> None:
-        """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing.
-
-        Args:
-            error: why this rank cannot step, if other checks have found that. With :func:`offbeat.reduce_to_owners`,
-                when every rank must call this together, the other ranks then raise too.
-        """
-        if self.owners is not None:
-            self._agree(self._work, error)
-        elif error is not None:
-            raise error
-        else:
-            self._engine.check(self._work(), self._own_state())
+    def check_gradients(self) -> None:
+        """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing."""
+        self._engine.check(self._work(), self._own_state())
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
         """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
@@ -263,8 +245,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
 
     def _run(self, work: Callable[[], list[Work]], extras: Extras) -> None:
         watched, state = bool(self.defaults.get("differentiable")), self._own_state()
-        found = work() if self.owners is None else self._agree(work)
-        self._engine.run(found, state, extras, self.param_groups, differentiable=watched)
+        self._engine.run(work(), state, extras, self.param_groups, differentiable=watched)
 
     def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
         """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""
@@ -335,7 +316,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
-        self._check_all_state()
         result = packed(self, self._slots)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
@@ -357,8 +337,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         check_state_dict(state_dict, type(self).__name__)
         state, groups = loaded(self, numbered(state_dict), self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
-        if self.owners is not None:
-            self.owners.stale = False  # every rank has loaded the same state
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
 
@@ -366,7 +344,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         return kept_slots(self.rule, hyperparameters({**FLAGS, **self.defaults, **group}))
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_all_state()
         found: dict[str, Any] = super().__getstate__()
         return found
 

@@ -142,26 +142,12 @@ class Chain(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if len(self.optimizers) > 1 and not _torch.is_creating_state():
-            self._check_gradients()
+            for one in self.optimizers:
+                if isinstance(one, RuleOptimizer):
+                    one.check_gradients()
         for one in sorted(self.optimizers, key=lambda one: not _has_matrices(one)):
             one.step()
         return loss
-
-    def _check_gradients(self) -> None:
-        """Check ours before any steps. Those that all ranks check together are told of what this rank has found."""
-        ours = [one for one in self.optimizers if isinstance(one, RuleOptimizer)]
-        together = [one for one in ours if one.owners is not None]
-        error = None
-        try:
-            for one in ours:
-                if one.owners is None:
-                    one.check_gradients()
-        except Exception as found:
-            if not together:
-                raise
-            error = found
-        for one in together:
-            one.check_gradients(error=error)
 
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
@@ -204,12 +190,6 @@ class Chain(Optimizer):
             raise TypeError("no optimizer of this chain has matrices to share; leave share_matrices() out")
         for one in having:
             one.share_matrices(process_group, exact=exact)
-
-    def gather_state(self) -> None:
-        """Send the state of each matrix from its owner to all ranks; see :meth:`offbeat.Muon.gather_state`."""
-        for one in self.optimizers:
-            if isinstance(one, RuleOptimizer):
-                one.gather_state()
 
     def tiers(self) -> list[Choice]:
         """For each group, the tier that runs it and the reason; see :meth:`offbeat.AdamW.tiers`."""
