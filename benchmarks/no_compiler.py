@@ -203,7 +203,7 @@ def main() -> None:
         return
     if given.part:
         if given.kernels:
-            from offbeat.engine.reader import wait_for_reader
+            from offbeat.engine.cpu.reader import wait_for_reader
 
             measure("SGD", (1, 4, torch.float32), 1, kernels=True)
             wait_for_reader(600)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX p
 STEP = """
 import sys, warnings
 import torch, offbeat
-from offbeat.engine.reader import wait_for_reader
+from offbeat.engine.cpu.reader import wait_for_reader
 torch.set_num_threads(1)
 p = torch.ones(100, requires_grad=True)
 optimizer = offbeat.{name}([p], lr=0.1)
@@ -243,7 +243,7 @@ def test_the_warning_names_a_cache_that_cannot_be_read(monkeypatch, tmp_path, be
 
 @pytest.mark.usefixtures("hidden")
 def test_the_reader_and_the_codecs_do_without_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
-    from offbeat.engine import reader_build
+    from offbeat.engine.cpu import reader_build
     from offbeat.wire import native
 
     cache = locked(tmp_path / "kernels")

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
 
 import offbeat
-from offbeat.engine import reader
-from offbeat.engine import reader_build as extension
 from offbeat.engine.addresses import AddressBook
+from offbeat.engine.cpu import reader
+from offbeat.engine.cpu import reader_build as extension
 from tests.ranks import rank_context, run_ranks
 
 LONG = 170

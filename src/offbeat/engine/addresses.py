@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
-from offbeat.engine.reader import compiled_reader, shapes_of
+from offbeat.engine.cpu.reader import compiled_reader, shapes_of
 from offbeat.engine.tensors import PLAIN
 
 #: The compiled reader returns this for a distributed gradient whose specification it has not seen before.

@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 from offbeat._torch import set_grad_enabled
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
-from offbeat.engine.extras import Extras
 from offbeat.engine.foreach import pieces_of, run_foreach
+from offbeat.engine.grad_transforms import GradTransforms
 from offbeat.engine.loop import run_compact, run_loop
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
@@ -106,19 +106,19 @@ class Batch:
     def check_copies(self, options: Options) -> None:
         """Raise, on every rank alike, unless ranks that share work have the same gradients for it."""
 
-    def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can apply these extras in the same pass."""
+    def takes(self, transforms: GradTransforms) -> bool:
+        """Whether :meth:`run` can apply these transforms in the same pass."""
         return False
 
-    def run(self, options: Options, extras: Extras, state: State) -> None:
+    def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""
         if self._count:
             active = self._active()
-            self._run(options, extras, state, active)
+            self._run(options, transforms, state, active)
             self._first = None
         self.release()
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         """The same, for the members with the indices ``active`` (None: all)."""
         raise NotImplementedError
 
@@ -158,7 +158,7 @@ class CpuBatch(Batch):
         self._elements = sum(self._numel)
         self._all_first = array("q", bytes(8 * len(self.shards)))
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         self._begin_late(options, active)
         chosen = self._all_first if self.sets.chosen is None else array("q", self.sets.chosen)
         flat = array("d", [row[name] for row in self.sets.sets for name in options.program.coefficients])
@@ -193,12 +193,12 @@ class TensorBatch(Batch):
 class UnrecordedBatch(TensorBatch):
     """A batch of whose updates autograd learns nothing."""
 
-    def run(self, options: Options, extras: Extras, state: State) -> None:
+    def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""
         recording = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            super().run(options, extras, state)
+            super().run(options, transforms, state)
         finally:
             set_grad_enabled(recording)
 
@@ -224,7 +224,7 @@ class ForeachBatch(ListBatch):
         self._typed = options.typed(self.dtypes)
         self._pieces = pieces_of(self._typed, self.shards)
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         if self._typed.program is not options.program:
             self._typed = options.typed(self.dtypes)
         self._begin_late(options, active)
@@ -258,7 +258,7 @@ class NativeBatch(ListBatch):
             self._checked = options
         return True
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         for column in self.scalars:  # the operator expects counters that include this step
             column.count(active)
         p, g, *_ = self._lists(active)
@@ -282,7 +282,7 @@ class LoopBatch(TensorBatch):
     def _set_up(self, options: Options) -> None:
         pass  # nothing is read again
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Any) -> None:
         if not self._symbolic:
             self._begin_late(options, active)
             self.sets.store(options.scalar_keys, self.scalars, active)

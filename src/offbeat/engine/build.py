@@ -17,15 +17,15 @@ from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
 from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.engine.cuda.source import Variant
-from offbeat.engine.extras import Extras
+from offbeat.engine.first_step import is_before_first_step, mark_before_first_step
+from offbeat.engine.grad_transforms import GradTransforms
 from offbeat.engine.gradients import check_gradient
-from offbeat.engine.matrix import WHOLE, MatrixBatch
+from offbeat.engine.matrix.matrices import WHOLE, MatrixBatch
 from offbeat.engine.member import Created, Member, align, make_member
 from offbeat.engine.options import Options
 from offbeat.engine.precision import converted, is_stored_otherwise
 from offbeat.engine.state import State, new_state
 from offbeat.engine.tensors import has_values, local
-from offbeat.engine.unbegun import is_unbegun, mark_unbegun
 from offbeat.errors import CaptureError
 
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
@@ -84,7 +84,7 @@ class Part:
 
     def _is_marked(self, entry: dict[str, Any]) -> bool:
         """Whether the state is marked as unused by any step, for rules that do not count steps."""
-        return self.options.marks and all(is_unbegun(local(entry[key])) for key in self.options.tensor_keys)
+        return self.options.marks and all(is_before_first_step(local(entry[key])) for key in self.options.tensor_keys)
 
     def _member(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
         member = make_member(self.options, p, g, entry, first, created)
@@ -201,9 +201,9 @@ class Part:
                 return False
         return True
 
-    def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can apply these extras in the same pass."""
-        return all(batch.takes(extras) for batch, _ in self.batches)
+    def takes(self, transforms: GradTransforms) -> bool:
+        """Whether :meth:`run` can apply these transforms in the same pass."""
+        return all(batch.takes(transforms) for batch, _ in self.batches)
 
     def commit(self) -> None:
         """Store the state that was created."""
@@ -211,7 +211,7 @@ class Part:
             self.state[p] = entry
         for p, key, value in self._created:
             if self.options.marks and not self.options.symbolic:
-                mark_unbegun(value)  # the device may still skip the step
+                mark_before_first_step(value)  # the device may still skip the step
             self.state[p][key] = value
         self._restored, self._created = [], []
 
@@ -219,10 +219,10 @@ class Part:
         """Call this when all state of the step is stored, so that later changes of the state are noticed."""
         self._clock = self.state.clock[0]
 
-    def run(self, options: Options, extras: Extras) -> None:
+    def run(self, options: Options, transforms: GradTransforms) -> None:
         """Change the parameters and their state."""
         for batch, _ in self.batches:
-            batch.run(options, extras, self.state)
+            batch.run(options, transforms, self.state)
 
     def release(self) -> None:
         """Drop references to gradients: the step is done, or does not happen."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.codec import CODE_DTYPES, decode_exactly, encode, scales_for
+from offbeat.engine.eight_bit import CODE_DTYPES, decode_exactly, encode, scales_for
+from offbeat.engine.first_step import is_before_first_step
 from offbeat.engine.gradients import shard_like
 from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, local, match_layout, same_layout
-from offbeat.engine.unbegun import is_unbegun
 from offbeat.rules.rule import Rule, Slot, Values
 
 EIGHT = "8bit"
@@ -148,7 +148,7 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
 
 
 def _is_mark(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(value)
+    return isinstance(value, Tensor) and value.is_floating_point() and is_before_first_step(value)
 
 
 def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.codec import scales_for
+from offbeat.engine.eight_bit import scales_for
 from offbeat.engine.options import has_tensors
 from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.tensors import distributed_part, is_dtensor, local

@@ -71,7 +71,7 @@ class TypedProgram:
         program: the traced update.
         dtypes: the dtypes of p, g and the state, and with ``kahan`` of the rounding errors.
         formats: how p, g and each state tensor are stored, if not all of them ``plain``: see
-            :mod:`offbeat.engine.codec`.
+            :mod:`offbeat.engine.eight_bit`.
     """
 
     program: Program

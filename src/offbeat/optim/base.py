@@ -17,12 +17,12 @@ from offbeat._names import check_names, nearest
 from offbeat._types import Params
 from offbeat.engine.choice import Choice
 from offbeat.engine.cuda.capture import is_capturing
-from offbeat.engine.extras import NOTHING, Extras, Work
+from offbeat.engine.engine import Engine
+from offbeat.engine.first_step import mark_before_first_step
+from offbeat.engine.grad_transforms import NO_TRANSFORMS, GradTransforms, Work
 from offbeat.engine.options import Options, hyperparameters
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
-from offbeat.engine.step import Engine
-from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.checkpoint import check_state_dict, loaded, numbered, packed
 from offbeat.optim.sharing import SharesMatrices
 from offbeat.optim.signature import describe, signature
@@ -173,7 +173,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._run(self._work, self._extras(clip, zero_grad))
+        self._run(self._work, self._grad_transforms(clip, zero_grad))
         return loss
 
     def _work(self) -> list[Work]:
@@ -206,7 +206,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         params, grads = list(params), list(grads)
         if len(params) != len(grads):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
-        self._run(lambda: self._by_group(params, grads), self._extras(clip, False))
+        self._run(lambda: self._by_group(params, grads), self._grad_transforms(clip, False))
 
     def check_gradients(self) -> None:
         """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing."""
@@ -243,15 +243,15 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             f"a parameter of shape {tuple(p.shape)} is in no group of this optimizer; add it with add_param_group"
         )
 
-    def _run(self, work: Callable[[], list[Work]], extras: Extras) -> None:
+    def _run(self, work: Callable[[], list[Work]], transforms: GradTransforms) -> None:
         watched, state = bool(self.defaults.get("differentiable")), self._own_state()
-        self._engine.run(work(), state, extras, self.param_groups, differentiable=watched)
+        self._engine.run(work(), state, transforms, self.param_groups, differentiable=watched)
 
-    def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
+    def _grad_transforms(self, clip: Tensor | float | None, zero_grad: bool) -> GradTransforms:
         """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if clip is None and scale is None and found_inf is None and not zero_grad:
-            return NOTHING
+            return NO_TRANSFORMS
         if found_inf is not None and not isinstance(found_inf, Tensor):  # a GradScaler's sum over no gradients
             found_inf = torch.tensor(float(found_inf), device="cpu")
         if clip is not None and not isinstance(clip, Tensor):
@@ -260,7 +260,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             clip = torch.tensor(clip, dtype=torch.float64, device="cpu")
         if clip is not None and clip.numel() != 1:
             raise ValueError(f"clip must be one number, but it has shape {tuple(clip.shape)}")
-        return Extras(scale, found_inf, clip, zero_grad)
+        return GradTransforms(scale, found_inf, clip, zero_grad)
 
     def _check_capture(self) -> None:
         if "capturable" not in self.defaults:
@@ -294,7 +294,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
                 _, created = new_state(options.slots, options.h, mine, state)
                 for p, key, value in created:
                     if options.marks:
-                        mark_unbegun(value)
+                        mark_before_first_step(value)
                     state[p][key] = value
 
     def tiers(self) -> list[Choice]:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from offbeat._types import Group
 from offbeat.engine.agree import Difference, check_same
+from offbeat.engine.engine import Engine
 from offbeat.engine.options import Sharing
-from offbeat.engine.step import Engine
 from offbeat.rules.rule import Rule
 
 __all__ = ["SharesMatrices"]

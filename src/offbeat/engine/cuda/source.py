@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.engine.codec import (
+from offbeat.engine.eight_bit import (
     CODE_DTYPES,
     COLUMN_FACTORS,
     GROUP,
@@ -58,7 +58,7 @@ class Variant:
     zeroed: bool = False
 
     @property
-    def extras(self) -> list[str]:
+    def transforms(self) -> list[str]:
         """The names of further pointers that the kernel takes, in order."""
         names = {"scale": self.scaled, "found_inf": self.guarded, "clip": self.clipped}
         return [name for name, wanted in names.items() if wanted]
@@ -80,7 +80,7 @@ QUOTIENT = """\
     )"""
 PLAIN_QUOTIENT = "    return a / b"
 
-#: Compact forms in registers; :mod:`offbeat.engine.codec` defines them.
+#: Compact forms in registers; :mod:`offbeat.engine.eight_bit` defines them.
 _COMPACT = f"""
 @triton.jit
 def random(index, step):
@@ -143,7 +143,7 @@ def decode_unsigned8(c, scale, BLOCK: tl.constexpr):
 def triton_source(typed: TypedProgram, variant: Variant) -> str:
     """The source of a program.
 
-    It defines ``kernel(blocks, table, tensors, coefficients..., extras..., BLOCK)``. ``blocks`` holds
+    It defines ``kernel(blocks, table, tensors, coefficients..., transforms..., BLOCK)``. ``blocks`` holds
     ``tensor << 32 | block`` for each program, ``table`` the addresses of each column, then the sizes, and with
     ``by_row`` the row of coefficients each tensor uses. Further columns have the addresses of scales.
     """
@@ -206,7 +206,7 @@ def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
     columns, names = range(len(dtypes)), range(len(program.coefficients))
     c = SUPPORTED[typed.compute]
     scalars = ["rows"] if variant.by_row else [f"c{i}" for i in names]
-    arguments = ["blocks", "table", "tensors", *scalars, *variant.extras, "BLOCK: tl.constexpr"]
+    arguments = ["blocks", "table", "tensors", *scalars, *variant.transforms, "BLOCK: tl.constexpr"]
     lines = ['@triton.jit(do_not_specialize=["tensors"])', f"def kernel({', '.join(arguments)}):"]
     lines += [
         "    place = tl.load(blocks + tl.program_id(0))",
@@ -223,7 +223,7 @@ def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
             f"        row = rows + tl.load(table + tensors * {len(dtypes) + 1} + tensor) * {len(program.coefficients)}"
         )
         lines += [f"        c{i} = tl.load(row + {i}).to({c})" for i in names]
-    for name in variant.extras:
+    for name in variant.transforms:
         if name != "found_inf":
             lines.append(f"        {name}_ = tl.load({name}).to({c})")
     for position, i in enumerate(scaled_columns(formats)):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offbeat.engine.cpu.kernel import CpuKernel
 from offbeat.engine.cuda.launch import Launches
-from offbeat.engine.elementwise import stages
-from offbeat.engine.extras import NOTHING
+from offbeat.engine.grad_transforms import NO_TRANSFORMS
+from offbeat.engine.matrix.stages import stages
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets
 from offbeat.engine.tensors import is_dense
@@ -182,7 +182,7 @@ class Kernels:
         launches = Launches(part.typed, self._sizes, device)
         columns = [self._stack if table is None else self._copy(table) for table in part.tables]
         sets = self._sets
-        return lambda: launches.with_sets(columns, sets[0], NOTHING)
+        return lambda: launches.with_sets(columns, sets[0], NO_TRANSFORMS)
 
     def _copy(self, table: array[int]) -> array[int]:
         """These rows of a table, up to date in every step."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError
-from offbeat.engine.reader_build import Build, is_whole
+from offbeat.engine.cpu.reader_build import Build, is_whole
 
 #: Seconds between two checks whether the compiler is done.
 SECONDS_BETWEEN = 0.1

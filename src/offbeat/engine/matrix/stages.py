@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 from offbeat.engine.choice import choose, uses_triton
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.cuda.launch import Launches
-from offbeat.engine.extras import NOTHING
 from offbeat.engine.foreach import run_foreach
+from offbeat.engine.grad_transforms import NO_TRANSFORMS
 from offbeat.engine.loop import run_loop
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets
@@ -109,7 +109,7 @@ class Stage:
                 key = (typed, numel.tobytes(), one[0].device)
                 if key not in known:
                     known[key] = Launches(typed, numel, one[0].device)
-                known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NOTHING)
+                known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NO_TRANSFORMS)
             else:
                 flat = array("d", [coefficients[name] for name in names])
                 assert isinstance(kernel, CpuKernel)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.engine.owners import assign, cost_of, rounds
+from offbeat.engine.matrix.assign import assign, cost_of, rounds
 
 __all__ = ["Cut", "Job", "Steps", "alike", "cut_of", "run_copies", "run_shards"]
 

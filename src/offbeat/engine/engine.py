@@ -17,10 +17,10 @@ from offbeat._torch import is_traced
 from offbeat.engine.agree import Difference, check_same
 from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
-from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
-from offbeat.engine.matrix import WHOLE
+from offbeat.engine.cpu.reader import why_no_reader
+from offbeat.engine.grad_transforms import NO_TRANSFORMS, GradTransforms, Work, applied_by_hand, on_one_device
+from offbeat.engine.matrix.matrices import WHOLE
 from offbeat.engine.options import Options, OptionsCache, Sharing
-from offbeat.engine.reader import why_no_reader
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Rule
@@ -42,7 +42,7 @@ class Engine:
         self,
         work: Sequence[Work],
         state: State,
-        extras: Extras,
+        transforms: GradTransforms,
         groups: Sequence[dict[str, Any]],
         *,
         differentiable: bool,
@@ -53,7 +53,7 @@ class Engine:
             groups: all groups of the optimizer; cached batches of other groups are dropped.
         """
         self._groups = groups
-        if extras is NOTHING and not is_traced():
+        if transforms is NO_TRANSFORMS and not is_traced():
             jobs: list[tuple[Part, Options]] = []
             for item in work:
                 try:
@@ -69,10 +69,10 @@ class Engine:
                 if self._options.rule.matrix is not None:
                     self._agree(jobs, work)
                 for part, options in jobs:
-                    part.run(options, extras)
+                    part.run(options, transforms)
                 return
         with torch.set_grad_enabled(differentiable):
-            if self._run(work, state, extras):
+            if self._run(work, state, transforms):
                 self._forget(groups, state)
 
     def _find(self, item: Work, state: State) -> tuple[Part, Options] | None:
@@ -118,7 +118,7 @@ class Engine:
                 part.release()
             raise
 
-    def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
+    def _run(self, work: Sequence[Work], state: State, transforms: GradTransforms) -> bool:
         """Like :meth:`run`; returns whether new batches were built."""
         work = [item for item in work if item.has_gradients]
         again: list[Work] = []
@@ -126,9 +126,9 @@ class Engine:
         built = False
         try:
             jobs += (self._prepare(item, state, again) for item in work)
-            at_hand = fitting(extras, work) if extras else NOTHING
+            at_hand = on_one_device(transforms, work) if transforms else NO_TRANSFORMS
             takes = not again and at_hand is not None and all(part.takes(at_hand) for part, _ in jobs)
-            if not extras or takes:
+            if not transforms or takes:
                 if self._options.rule.matrix is not None:
                     self._agree(jobs, work)
                 for part, _ in jobs:
@@ -136,7 +136,7 @@ class Engine:
                 for part, _ in jobs:
                     part.settle()
                 for (part, options), item in zip(jobs, work, strict=True):
-                    part.run(options, at_hand or NOTHING)
+                    part.run(options, at_hand or NO_TRANSFORMS)
                     if self._parts.get(item.key) is not part:
                         built = True
                         self._parts.pop(item.key, None)
@@ -147,11 +147,11 @@ class Engine:
         finally:
             for part, _ in jobs:
                 part.release()
-        if extras and not takes:
-            with by_hand(extras, work) as changed:
-                return changed is not None and self._run(changed, state, NOTHING)
+        if transforms and not takes:
+            with applied_by_hand(transforms, work) as changed:
+                return changed is not None and self._run(changed, state, NO_TRANSFORMS)
         for item in again:
-            self._run([item], state, NOTHING)
+            self._run([item], state, NO_TRANSFORMS)
         return built
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:

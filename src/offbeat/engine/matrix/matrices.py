@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_
-from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.agree import check_same_bits
 from offbeat.engine.batch import UnrecordedBatch
 from offbeat.engine.choice import Choice
-from offbeat.engine.chunks import Chunk, Kernels
 from offbeat.engine.cuda.products import products_for
-from offbeat.engine.elementwise import stages
-from offbeat.engine.exchange import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
-from offbeat.engine.extras import Extras
+from offbeat.engine.grad_transforms import GradTransforms
+from offbeat.engine.matrix import shared
+from offbeat.engine.matrix.chunks import Chunk, Kernels
+from offbeat.engine.matrix.pieces import Task, run_pieces, run_whole
+from offbeat.engine.matrix.shared import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
+from offbeat.engine.matrix.stages import stages
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
-from offbeat.engine.pieces import Task, run_pieces, run_whole
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
@@ -91,7 +91,7 @@ class MatrixBatch(UnrecordedBatch):
         self._places_known = super().read(params, grads)
         return self._places_known
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Any) -> None:
         if self._symbolic:
             for i, member in enumerate(self._members):
                 chunk = self._chunk(options, [i])
@@ -155,7 +155,7 @@ class MatrixBatch(UnrecordedBatch):
         assert matrix is not None
         limit, width = CHUNK_BYTES.get(self.shards[0].device.type, OTHERS), compute_dtype(self.dtypes[:2]).itemsize
         rounds: list[list[Task]] = [[]]
-        room = exchange.ROUND_BYTES
+        room = shared.ROUND_BYTES
         for some in alike(jobs):
             cut = some[0].cut
             assert cut is not None
@@ -165,7 +165,7 @@ class MatrixBatch(UnrecordedBatch):
                 piece = some[k : k + size]
                 if rounds[-1] and needed * len(piece) > room:
                     rounds.append([])
-                    room = exchange.ROUND_BYTES
+                    room = shared.ROUND_BYTES
                 room -= needed * len(piece)
                 rounds[-1].append(self._task(options, [job.at for job in piece], cut))
         return rounds
