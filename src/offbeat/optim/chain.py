@@ -14,7 +14,6 @@ from offbeat._types import Group
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.checkpoint import check_state_dict, numbered
-from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
 __all__ = ["Chain"]
@@ -286,7 +285,7 @@ def _check(optimizers: tuple[Any, ...]) -> None:
     for i, one in enumerate(optimizers):
         if not isinstance(one, Optimizer):
             raise TypeError(f"a chain takes optimizers, but item {i} is a {type(one).__name__}")
-        if isinstance(one, (LBFGS, torch.optim.LBFGS)):
+        if isinstance(one, torch.optim.LBFGS):
             raise TypeError(
                 f"{type(one).__name__} (item {i}) evaluates a closure several times and cannot be part of a chain; "
                 "step it by itself"
