@@ -113,22 +113,22 @@ class CommHook:
     @classmethod
     def register(cls, ddp: DistributedDataParallel) -> CommHook:
         """The hook of this module, registered with DDP if it is not yet. Call :meth:`find` first."""
-        found = cls.find(ddp, instead="let offbeat register its own")
-        if found is None:
-            found = cls(ddp)
+        hook = cls.find(ddp, instead="let offbeat register its own")
+        if hook is None:
+            hook = cls(ddp)
             try:
-                ddp.register_comm_hook(found, _offbeat_comm_hook)
+                ddp.register_comm_hook(hook, _offbeat_comm_hook)
             except BaseException:  # DDP has a built-in hook; it notes ours before it finds out
                 _torch.comm_hooks(ddp).clear()
                 raise
-        return found
+        return hook
 
     def __reduce__(self) -> Any:
         return _nobody, ()  # copied with a DDP module's list of hooks; the copy's reducer does not have the hook
 
     @property
     def reducer(self) -> Reducer | None:
-        """What reduces buckets; None is DDP's own mean."""
+        """The object that reduces buckets; None is DDP's own mean."""
         return self._reducer
 
     def reduce_with(self, reducer: Reducer) -> None:
@@ -145,8 +145,8 @@ class CommHook:
     @property
     def listeners(self) -> list[Listener]:
         """Those that are alive; they are referenced weakly."""
-        found = [listener() for listener in self._listeners]
-        return [listener for listener in found if listener is not None]
+        alive = [listener() for listener in self._listeners]
+        return [listener for listener in alive if listener is not None]
 
     def add_listener(self, listener: Listener) -> None:
         """Hand reduced buckets to this one too."""
@@ -229,9 +229,9 @@ class CommHook:
     def _end_pass(self, listeners: list[weakref.ref[Listener]]) -> None:
         found_error, self._error = self._error, None
         for listener in listeners:
-            found = listener()
-            if found is not None:
-                found.pass_ended()
+            alive = listener()
+            if alive is not None:
+                alive.pass_ended()
         if found_error is not None and found_error[0] == self._passes:
             raise found_error[1]
 
@@ -248,7 +248,7 @@ _offbeat_comm_hook.__annotations__ = {}  # DDP compares annotations with types, 
 
 
 def _gradients(result: Tensor, buffer: Tensor, views: list[Tensor], divisor: int) -> tuple[Tensor, list[Tensor]]:
-    """What DDP is to copy into ``.grad``, and the gradients in it.
+    """Return the tensor that DDP copies into ``.grad``, and the gradients in it.
 
     Args:
         result: what the reduction returned: the buffer itself, or another tensor of its size.

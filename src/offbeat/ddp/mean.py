@@ -127,9 +127,9 @@ def _noter(mean: weakref.ref[DdpMean]) -> Callable[[Tensor], None]:
     """The parameters hold on to it, and it does not keep them alive."""
 
     def note(p: Tensor) -> None:
-        found = mean()
-        if found is not None:
-            found.note(p)
+        alive = mean()
+        if alive is not None:
+            alive.note(p)
 
     return note
 

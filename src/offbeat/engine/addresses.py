@@ -172,7 +172,7 @@ class AddressBook:
         shapes: list[torch.Size],
         strides: list[tuple[int, ...]],
     ) -> bool:
-        """Whether the memory of these tensors simply holds their values, in this dtype, shape and order."""
+        """Return whether the memory of these tensors simply holds their values, in this dtype, shape and order."""
         if not _are_plain(tensors) or list(map(_shape_of, tensors)) != shapes or not _have_strides(tensors, strides):
             return False
         if not {(dtype, self._device, torch.strided)}.issuperset(map(_kind_of, tensors)):
@@ -218,7 +218,7 @@ def _are_plain(tensors: Sequence[Any]) -> bool:
 
 
 def _have_strides(tensors: Sequence[Tensor], strides: list[tuple[int, ...]]) -> bool:
-    """Whether tensors of the right shapes have these strides. Those of dimensions of size 1 do not matter."""
+    """Return whether tensors of the right shapes have these strides. Those of dimensions of size 1 do not matter."""
     return list(map(Tensor.stride, tensors)) == strides or all(
         x == y
         for t, there in zip(tensors, strides, strict=True)

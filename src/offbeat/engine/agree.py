@@ -31,7 +31,7 @@ class Peers(Protocol):
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         """Replace the tensor by the sum (or ``"max"``) over all ranks."""
 
-    def all_gather(self, out: Tensor, mine: Tensor) -> Any:
+    def all_gather(self, out: Tensor, own: Tensor) -> Any:
         """Collect the flat tensors of all ranks in ``out``, one after the other."""
 
 
@@ -116,12 +116,12 @@ class _Group:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
         return dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
 
-    def all_gather(self, out: Tensor, mine: Tensor) -> Any:
-        return dist.all_gather_into_tensor(out, mine, group=self.group, async_op=True)
+    def all_gather(self, out: Tensor, own: Tensor) -> Any:
+        return dist.all_gather_into_tensor(out, own, group=self.group, async_op=True)
 
 
 def _are_same(number: Tensor, ranks: Peers) -> bool:
-    """Whether all ranks have the same non-negative number."""
+    """Return whether all ranks have the same non-negative number."""
     pair = torch.stack([number, -number])
     ranks.all_reduce(pair, "max").wait()
     high, low = pair.tolist()
@@ -133,7 +133,7 @@ def _digest(text: str) -> int:
 
 
 def _shortened(values: Mapping[str, Any], error: Exception | None) -> str:
-    """What the other ranks need to tell what differs: a digest and the beginning of each value, as JSON."""
+    """Return a digest and the beginning of each value as JSON, from which other ranks can tell what differs."""
     if error is not None:
         return json.dumps({"error": f"{type(error).__name__}: {error}"[:SHOWN]})
     words = {name: repr(value) for name, value in values.items()}
@@ -143,12 +143,12 @@ def _shortened(values: Mapping[str, Any], error: Exception | None) -> str:
 
 
 def _exchange_text(text: str, ranks: Peers, device: torch.device) -> list[dict[str, Any]]:
-    """What every rank says, in the order of ranks."""
-    mine = text.encode()
-    length = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    """Return the text of every rank, decoded, in the order of ranks."""
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
     ranks.all_reduce(length, "max").wait()
     size = int(length.item())
-    padded = torch.tensor(list(mine.ljust(size)), dtype=torch.uint8, device=device)
+    padded = torch.tensor(list(encoded.ljust(size)), dtype=torch.uint8, device=device)
     out = torch.empty(ranks.size * size, dtype=torch.uint8, device=device)
     ranks.all_gather(out, padded).wait()
     everything = bytes(out.tolist())

@@ -51,14 +51,14 @@ class Batch:
     _symbolic = False  # whether coefficients are 0-d tensors
 
     def __init__(self, options: Options, members: Sequence[Member]) -> None:
-        one = members[0]
-        self.dtypes, self.on_device, self.distributed = one.dtypes, one.on_device, one.distributed
+        first = members[0]
+        self.dtypes, self.on_device, self.distributed = first.dtypes, first.on_device, first.distributed
         self.params = [m.param for m in members]
         self.shards = [m.columns[0] for m in members]
-        self.columns = [[m.columns[c] for m in members] for c in range(2, len(one.columns))]
-        count = 0 if self._symbolic else len(one.scalars)
+        self.columns = [[m.columns[c] for m in members] for c in range(2, len(first.columns))]
+        count = 0 if self._symbolic else len(first.scalars)
         self.scalars = [ScalarColumn([m.scalars[i] for m in members]) for i in range(count)]
-        self.scales = [[m.scales[i] for m in members] for i in range(len(one.scales))]
+        self.scales = [[m.scales[i] for m in members] for i in range(len(first.scales))]
         self.keeps = all(map(_can_stay, members))
         self._gradients: list[Tensor | None] = [None if m.idle else m.columns[1] for m in members]
         self._own_gradients = all(m.own_gradient for m in members)
@@ -107,7 +107,7 @@ class Batch:
         """Raise, on every rank alike, unless ranks that share work have the same gradients for it."""
 
     def takes(self, transforms: GradTransforms) -> bool:
-        """Whether :meth:`run` can apply these transforms in the same pass."""
+        """Return whether :meth:`run` can apply these transforms in the same pass."""
         return False
 
     def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
@@ -174,12 +174,12 @@ class TensorBatch(Batch):
 
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
         """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
-        given = [p.grad for p in params] if grads is None else list(grads)
-        count = self.book.read(params, given)
+        gradients = [p.grad for p in params] if grads is None else list(grads)
+        count = self.book.read(params, gradients)
         if count is None:
             return False
         self._count = count
-        self._gradients = [None if g is None else local(g) for g in given] if self.distributed else given
+        self._gradients = [None if g is None else local(g) for g in gradients] if self.distributed else gradients
         return True
 
     def _active(self) -> Sequence[int] | None:
@@ -233,9 +233,9 @@ class ForeachBatch(ListBatch):
         else:
             for which, row in enumerate(self.sets.sets):
                 members = range(len(self.params)) if active is None else active
-                mine = [i for i in members if self.sets.number(i) == which]
-                if mine:
-                    run_foreach(self._typed, self._lists(mine), row)
+                rows = [i for i in members if self.sets.number(i) == which]
+                if rows:
+                    run_foreach(self._typed, self._lists(rows), row)
         self.sets.store(options.scalar_keys, self.scalars, active)
         self._tell_autograd(active)
 
@@ -321,7 +321,7 @@ class LoopBatch(TensorBatch):
 
 
 def _can_stay(m: Member) -> bool:
-    """Whether a later step can tell from addresses, dtypes, shapes and strides that a member's tensors still fit."""
+    """Return whether addresses, dtypes, shapes and strides tell a later step that a member's tensors still fit."""
     p = m.columns[0]
     plain = m.simple and m.rows is None and all(is_plain(t) and has_storage(t) for t in m.columns)
     return plain and all(is_dense(t) and same_layout(t, p) for t in m.columns)

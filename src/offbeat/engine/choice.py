@@ -119,7 +119,7 @@ def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:
-    """Whether a choice runs a Triton kernel."""
+    """Return whether a choice runs a Triton kernel."""
     return choice.tier == "fused" and (device.type != "cpu" or is_interpreting())
 
 

@@ -85,31 +85,31 @@ class Engine:
     def check(self, work: Sequence[Work], state: State) -> None:
         """Raise if a gradient does not fit its parameter or the rule. Changes nothing."""
         for item in work:
-            if not is_traced() and (found := self._find(item, state)) is not None:
-                found[0].release()
+            if not is_traced() and (cached := self._find(item, state)) is not None:
+                cached[0].release()
             else:
                 check_gradients(self._options.of(item.group), item.params, item.gradients)
 
     def _agree(self, jobs: Sequence[tuple[Part, Options]], work: Sequence[Work]) -> None:
         """Raise, on every rank alike, unless the ranks that share work are about to do the same."""
-        numbers = [next((i for i, one in enumerate(self._groups) if one is item.group), -1) for item in work]
-        found: dict[Any, list[tuple[Options, Any]]] = {}
+        numbers = [next((i for i, group in enumerate(self._groups) if group is item.group), -1) for item in work]
+        shared: dict[Any, list[tuple[Options, Any]]] = {}
         devices: dict[Any, torch.device] = {}
         batches = [(batch, options) for part, options in jobs for batch, _ in part.batches]
         for (part, options), number in zip(jobs, numbers, strict=True):
             for batch, places in part.batches:
-                for group, mine in batch.shared(options).items():
+                for group, shared_jobs in batch.shared(options).items():
                     # By their places in the group, which do not depend on what has had gradients before.
-                    what = (number, [(places[job.at], tuple(job.shape), job.kind) for job in mine])
-                    found.setdefault(group, []).append((options, what))
+                    what = (number, [(places[job.at], tuple(job.shape), job.kind) for job in shared_jobs])
+                    shared.setdefault(group, []).append((options, what))
                     devices.setdefault(group, batch.shards[0].device)
-        if not found:
+        if not shared:
             return
         try:
-            for group, mine in found.items():
-                values: dict[str, Any] = {"gradients": [what for _, what in mine]}
-                for name in mine[0][0].words:
-                    values[name] = ", ".join(options.words[name] for options, _ in mine)
+            for group, shared_jobs in shared.items():
+                values: dict[str, Any] = {"gradients": [what for _, what in shared_jobs]}
+                for name in shared_jobs[0][0].words:
+                    values[name] = ", ".join(options.words[name] for options, _ in shared_jobs)
                 check_same(values, group, devices[group], _different_work)
             for batch, options in batches:
                 batch.check_copies(options)
@@ -156,8 +156,8 @@ class Engine:
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:
         """Batches for this work, ready to run. Repeated parameters are added to ``again``, to be updated afterwards."""
-        if not is_traced() and (found := self._find(item, state)) is not None:
-            return found
+        if not is_traced() and (cached := self._find(item, state)) is not None:
+            return cached
         options = self._options.of(item.group)
         params, grads = item.params, item.gradients
         if len(set(map(id, params))) < len(params):
@@ -179,7 +179,7 @@ class Engine:
         self._parts = dict(reversed(kept))
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
-        """Whether the batches of these parameters clip in the same pass, with the same bits as in a separate pass."""
+        """Return whether the batches of these parameters clip in the same pass, with the bits of a separate pass."""
         part = self._parts.get(tuple(map(id, params)))
         return part is not None and all(batch.clips_exactly for batch, _ in part.batches)
 
@@ -188,13 +188,13 @@ class Engine:
         options = self._options.of(group)
         part = self._parts.get(Work(group, group["params"], None).key)
         decided = part.choices if part is not None and part.options.kind == options.kind else {}
-        found = [decided.get(id(p)) or _would_choose(options, p, state) for p in group["params"]]
+        choices = [decided.get(id(p)) or _would_choose(options, p, state) for p in group["params"]]
         slow = why_no_reader()
         return [
             choice._replace(reason=f"{choice.reason}; addresses are read in Python: {slow}")
             if slow and choice.tier == "fused"
             else choice
-            for choice in dict.fromkeys(found)
+            for choice in dict.fromkeys(choices)
         ]
 
 

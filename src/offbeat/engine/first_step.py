@@ -18,7 +18,7 @@ def mark_before_first_step(t: Tensor) -> None:
 
 
 def is_before_first_step(t: Tensor) -> bool:
-    """Whether the tensor still has the values that :func:`mark_before_first_step` wrote."""
+    """Return whether the tensor still has the values that :func:`mark_before_first_step` wrote."""
     return t.numel() > 0 and has_values(t) and bool((t == _mark(t.dtype)).all())
 
 

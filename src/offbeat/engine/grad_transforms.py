@@ -1,4 +1,4 @@
-"""What a step can do besides the update: unscale, clip or zero the gradients, or skip the step."""
+"""Changes of gradients that a step makes besides the update: unscale, clip, zero them, or skip the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is at least one gradient."""
+        """Return whether there is at least one gradient."""
         return any(g is not None for g in (self.grads if self.grads is not None else (p.grad for p in self.params)))
 
     @property
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class GradTransforms:
-    """What to do besides the update.
+    """The changes of gradients that a step makes.
 
     Attributes:
         grad_scale: divide gradients by this number, in place.
@@ -66,7 +66,7 @@ class GradTransforms:
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether gradients are changed."""
+        """Return whether gradients are changed."""
         return self.zero or self.grad_scale is not None
 
     def variant(self, *, by_row: bool) -> Variant:
@@ -88,8 +88,8 @@ def on_one_device(transforms: GradTransforms, work: Sequence[Work]) -> GradTrans
     if len(devices) != 1:
         return None
     if transforms.changes_gradients:
-        given = [g for item in work for g in item.gradients if g is not None]
-        places = [local(g).data_ptr() for g in given if g.layout is torch.strided and g.numel()]
+        gradients = [g for item in work for g in item.gradients if g is not None]
+        places = [local(g).data_ptr() for g in gradients if g.layout is torch.strided and g.numel()]
         if len(set(places)) < len(places):
             return None
     device = devices.pop()
@@ -102,7 +102,7 @@ def on_one_device(transforms: GradTransforms, work: Sequence[Work]) -> GradTrans
 def applied_by_hand(transforms: GradTransforms, work: Sequence[Work]) -> Iterator[list[Work] | None]:
     """For tiers that can only update: yields the work with prepared gradients, or None if the step is skipped.
 
-    On exit, gradients are set to zero if the transforms ask for it.
+    On exit, set gradients to zero if ``transforms`` asks for it.
     """
     there = list({id(g): local(g) for item in work for g in item.gradients if g is not None}.values())
     if transforms.found_inf is not None and transforms.found_inf.item():

@@ -58,7 +58,7 @@ class Member:
 
     @property
     def distributed(self) -> bool:
-        """Whether the parameter is a DTensor."""
+        """Return whether the parameter is a DTensor."""
         return self.param is not self.columns[0] and is_dtensor(self.param)
 
     @property

@@ -213,7 +213,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         self._engine.check(self._work(), self._own_state())
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
-        """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
+        """Return whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
 
         If so, the result has the same bits as after a separate multiplication. False until these parameters have made
         a step.
@@ -224,9 +224,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def _by_group(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Work]:
         work: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
-            mine = work.setdefault(self._group_of(p), ([], []))
-            mine[0].append(p)
-            mine[1].append(g)
+            lists = work.setdefault(self._group_of(p), ([], []))
+            lists[0].append(p)
+            lists[1].append(g)
         return [Work(self.param_groups[i], *lists) for i, lists in work.items()]
 
     def _group_of(self, p: Tensor) -> int:
@@ -236,7 +236,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             group, at = self._places.get(id(p), (len(groups), 0))
             if group < len(groups) and at < len(groups[group]["params"]) and groups[group]["params"][at] is p:
                 return group
-            self._places = {id(q): (i, j) for i, one in enumerate(groups) for j, q in enumerate(one["params"])}
+            self._places = {id(q): (i, j) for i, members in enumerate(groups) for j, q in enumerate(members["params"])}
         if not isinstance(p, Tensor):
             raise TypeError(f"a parameter must be a Tensor, but got {type(p).__name__}")
         raise ValueError(
@@ -248,7 +248,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         self._engine.run(work(), state, transforms, self.param_groups, differentiable=watched)
 
     def _grad_transforms(self, clip: Tensor | float | None, zero_grad: bool) -> GradTransforms:
-        """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""
+        """Return the changes of gradients, including those that a GradScaler leaves to the step with ``fused=True``."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if clip is None and scale is None and found_inf is None and not zero_grad:
             return NO_TRANSFORMS
@@ -290,8 +290,8 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 options = Options(self.rule, group)
-                mine = [p for p in group["params"] if id(p) in wanted]
-                _, created = new_state(options.slots, options.h, mine, state)
+                params = [p for p in group["params"] if id(p) in wanted]
+                _, created = new_state(options.slots, options.h, params, state)
                 for p, key, value in created:
                     if options.marks:
                         mark_before_first_step(value)
@@ -303,14 +303,14 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         After a step, this is what that step used; before the first step, it is what a step would use now. The tier is
         chosen for each parameter. If the parameters of a group have different tiers, their names are joined by ``+``.
         """
-        found = []
+        choices = []
         for group in self.param_groups:
             merged = self._engine.choices(group, self._own_state()) or [Choice("none", "the group has no parameters")]
             if len(merged) > 1:
                 tiers = list(dict.fromkeys(choice.tier for choice in merged))
                 merged = [Choice("+".join(tiers), "; ".join(map(str, merged)))]
-            found.append(merged[0])
-        return found
+            choices.append(merged[0])
+        return choices
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
@@ -344,8 +344,8 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         return kept_slots(self.rule, hyperparameters({**FLAGS, **self.defaults, **group}))
 
     def __getstate__(self) -> dict[str, Any]:
-        found: dict[str, Any] = super().__getstate__()
-        return found
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -57,7 +57,7 @@ class SharesMatrices:
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the rule works on whole matrices, which ranks can share."""
+        """Return whether the rule works on whole matrices, which ranks can share."""
         return self.rule.matrix is not None and self.rule.matrix.cut
 
     @property

@@ -44,9 +44,9 @@ def find_compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "
 
 
 @functools.cache
-def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    commands = [shlex.split(given)] if given.strip() else [[name] for name in names]
-    return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
+def _find(command: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    commands = [shlex.split(command)] if command.strip() else [[name] for name in names]
+    return next(((program, *rest) for name, *rest in commands if (program := shutil.which(name))), None)
 
 
 def why_not_wanted() -> str | None:
@@ -61,8 +61,8 @@ def why_no_compiler() -> str | None:
     if reason := why_not_wanted():
         return reason
     if find_compiler() is None:
-        if given := os.environ.get("CC", "").strip():
-            return f"no C compiler was found: there is no {given}, which CC names"
+        if command := os.environ.get("CC", "").strip():
+            return f"no C compiler was found: there is no {command}, which CC names"
         return "no C compiler (cc, gcc or clang) was found; install one, or set CC"
     return None
 
@@ -129,11 +129,11 @@ def cached(pattern: str) -> list[Path]:
         return []
     if not _is_trusted(directory):
         return []
-    found = []
+    dated = []
     for name in fnmatch.filter(names, pattern):
         with contextlib.suppress(OSError):  # another process may have removed it
-            found.append(((directory / name).stat().st_mtime, directory / name))
-    return [path for _, path in sorted(found, reverse=True)]
+            dated.append(((directory / name).stat().st_mtime, directory / name))
+    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def why_not_readable() -> str | None:
@@ -167,13 +167,13 @@ def _configured_directory() -> Path | None:
 def _is_trusted(directory: Path) -> bool:
     """Warn and return False if others can write to the directory: they could make this process run any code."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except OSError:  # it has just been removed
         return False
-    if found.st_uid not in (os.getuid(), 0):  # root can change this program anyway
-        problem = f"it belongs to user {found.st_uid}, not to {os.getuid()}"
-    elif found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        problem = f"others may write to it (mode {found.st_mode & 0o777:o})"
+    if status.st_uid not in (os.getuid(), 0):  # root can change this program anyway
+        problem = f"it belongs to user {status.st_uid}, not to {os.getuid()}"
+    elif status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        problem = f"others may write to it (mode {status.st_mode & 0o777:o})"
     else:
         return True
     _warn_once(
@@ -223,9 +223,9 @@ def load(source: str) -> ctypes.CDLL:
     name = digest(source + _target())
     reason = why_no_compiler()
     made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"
-    for one in cached(f"{name}-{made_by}.so"):
+    for library in cached(f"{name}-{made_by}.so"):
         with contextlib.suppress(OSError):  # it is damaged, or built for another system: build it again
-            return ctypes.CDLL(str(one))
+            return ctypes.CDLL(str(library))
     if reason is not None:
         raise CompilerError(why_not_readable() or reason)
     path = cache_directory() / f"{name}-{made_by}.so"

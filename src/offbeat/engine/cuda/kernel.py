@@ -40,7 +40,7 @@ class TritonError(RuntimeError):
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on CPU tensors (``TRITON_INTERPRET=1``)."""
+    """Return whether Triton runs kernels in Python, on CPU tensors (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 

@@ -47,7 +47,7 @@ class Launches:
         self._bound: dict[Any, Callable[..., None]] = {}
 
     def needs_rows(self, sets: CoefficientSets) -> bool:
-        """Whether these coefficients cannot be arguments of a kernel: there are several sets, or they need float64."""
+        """Return whether a kernel cannot take these coefficients as arguments: several sets, or float64 is needed."""
         return len(sets.sets) > 1 or self._typed.compute != torch.float32
 
     def with_sets(self, addresses: Sequence[array[int]], sets: CoefficientSets, transforms: GradTransforms) -> None:
@@ -121,7 +121,7 @@ class DeviceBatch(Batch):
         return DeviceNumbers(options, dtypes, names, self.rows, before, self._is_first(options))
 
     def _is_first(self, options: Options) -> bool:
-        """Whether all parameters are at their first step, for rules that do not count steps."""
+        """Return whether all parameters are at their first step, for rules that do not count steps."""
         return self._first is not None and self._first[0] and "step" not in options.scalar_keys
 
     def prepare(self, options: Options) -> bool:
@@ -133,7 +133,7 @@ class DeviceBatch(Batch):
         return ready and self.numbers.fits(options.h, self._is_first(options))
 
     def takes(self, transforms: GradTransforms) -> bool:
-        """Whether :meth:`run` can apply these transforms in the same pass."""
+        """Return whether :meth:`run` can apply these transforms in the same pass."""
         if transforms.changes_gradients and not self._own_gradients:
             return False
         # With counters on the host, the host must know whether the step is skipped.

@@ -41,7 +41,7 @@ _STORED = SUPPORTED | {dtype: f"tl.{str(dtype).removeprefix('torch.')}" for dtyp
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel does besides the update.
+    """A variant of a kernel, by what it does besides the update.
 
     Attributes:
         by_row: coefficients are on the device, one row for each set; else there is one set, passed at the launch.
@@ -160,7 +160,7 @@ def triton_source(typed: TypedProgram, variant: Variant) -> str:
 
 
 def is_rough(typed: TypedProgram) -> bool:
-    """Whether results are stored in so few bits that the last bits of quotients and roots do not matter."""
+    """Return whether results are stored in so few bits that the last bits of quotients and roots do not matter."""
     written = [typed.dtypes[0], *typed.dtypes[2:]]
     return bool(scaled_columns(typed.formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
 
@@ -170,24 +170,25 @@ def update_source(typed: TypedProgram, rough: bool) -> list[str]:
     program, compute = typed.program, typed.compute
     inputs = len(program.tensors) + len(program.coefficients)
     lines = ["@triton.jit", f"def update({', '.join(f'v{i}' for i in range(inputs))}):"]
-    divisors = {one.args[1] for _, one in program.maths if one.op == "div" and isinstance(one.args[1], int)}
+    divided_by = [instruction.args[1] for _, instruction in program.maths if instruction.op == "div"]
+    divisors = {number for number in divided_by if isinstance(number, int)}
     inverses = [i for i in sorted(divisors) if rough and program.scalar(i)]
     lines += [f"    w{i} = 1.0 / v{i}" for i in inverses]
-    if any(one.op == "sign" for _, one in program.maths):
+    if any(instruction.op == "sign" for _, instruction in program.maths):
         lines.append(f"    one = tl.full([1], 1.0, {SUPPORTED[compute]})")
-    for number, one in program.maths:
+    for number, instruction in program.maths:
         names = []
-        for position, a in enumerate(one.args):
+        for position, a in enumerate(instruction.args):
             if isinstance(a, Constant):
                 # As a tensor, because a literal would be rounded to float32 first.
                 lines.append(f"    k{number}_{position} = tl.full([1], {a.value!r}, {SUPPORTED[compute]})")
                 names.append(f"k{number}_{position}")
             else:
                 names.append(f"v{a}")
-        if one.op == "div" and one.args[1] in inverses:
-            lines.append(f"    v{number} = {names[0]} * w{one.args[1]}")
+        if instruction.op == "div" and instruction.args[1] in inverses:
+            lines.append(f"    v{number} = {names[0]} * w{instruction.args[1]}")
         else:
-            lines.append(f"    v{number} = {_expression(one.op, names, compute, rough)}")
+            lines.append(f"    v{number} = {_expression(instruction.op, names, compute, rough)}")
     lines.append(f"    return {', '.join(f'v{output}' for output in program.outputs)}")
     return lines
 

@@ -47,7 +47,7 @@ def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) 
         [[0, 1, 3], [2]]
     """
     queues = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-    found = []
+    rounds_so_far = []
     while any(queues):
         now: list[int] = []
         for queue in queues:
@@ -55,5 +55,5 @@ def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) 
             while queue and (total == 0 or total + sizes[queue[0]] <= limit):
                 total += max(1, sizes[queue[0]])
                 now.append(queue.pop(0))
-        found.append(sorted(now))
-    return found
+        rounds_so_far.append(sorted(now))
+    return rounds_so_far

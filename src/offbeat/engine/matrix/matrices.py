@@ -62,7 +62,7 @@ class MatrixBatch(UnrecordedBatch):
         self.keeps = not symbolic and all(map(self._can_stay, members))
 
     def _can_stay(self, m: Member) -> bool:
-        """Whether a member's tensors can be recognised at the next step by asking where they lie."""
+        """Return whether a member's tensors can be recognised at the next step by asking where they lie."""
         p, like = m.columns[0], [m.columns[1], *(m.columns[2 + i] for i in self._like)]
         if not m.simple or not all(is_plain(t) and has_storage(t) for t in m.columns):
             return False
@@ -109,23 +109,23 @@ class MatrixBatch(UnrecordedBatch):
     def shared(self, options: Options) -> dict[Any, list[Job]]:
         """By process group, the parameters that several ranks share; the others are run alone."""
         matrix = options.rule.matrix
-        found: dict[Any, list[Job]] = {}
-        self._alone, self._jobs = None, found
+        jobs: dict[Any, list[Job]] = {}
+        self._alone, self._jobs = None, jobs
         if self._symbolic or not self._count or not (self.distributed or options.sharing is not None):
-            return found
+            return jobs
         assert matrix is not None
         self._alone = []
         for i in self._active() or ():
             cut = _cut(matrix, self.params[i]) if self.distributed else None
             if cut is not None:
                 job = Job(i, cut.shape, self.sets.number(i), cut)
-                found.setdefault(cut.group, []).append(job)
+                jobs.setdefault(cut.group, []).append(job)
             elif not self.distributed and options.sharing is not None:
                 job = Job(i, tuple(self.shards[i].shape), self.sets.number(i))
-                found.setdefault(options.sharing.group, []).append(job)
+                jobs.setdefault(options.sharing.group, []).append(job)
             else:
                 self._alone.append(i)
-        return found
+        return jobs
 
     def _run_with_others(self, options: Options, active: list[int]) -> list[int]:
         """Run those that several ranks share, and return the others."""
@@ -156,13 +156,13 @@ class MatrixBatch(UnrecordedBatch):
         limit, width = CHUNK_BYTES.get(self.shards[0].device.type, OTHERS), compute_dtype(self.dtypes[:2]).itemsize
         rounds: list[list[Task]] = [[]]
         room = shared.ROUND_BYTES
-        for some in alike(jobs):
-            cut = some[0].cut
+        for jobs_alike in alike(jobs):
+            cut = jobs_alike[0].cut
             assert cut is not None
             needed = max(1, torch.Size(cut.shape_on(0)).numel() * width * matrix.copies)  # rank 0 has the largest piece
             size = max(1, limit // needed)
-            for k in range(0, len(some), size):
-                piece = some[k : k + size]
+            for k in range(0, len(jobs_alike), size):
+                piece = jobs_alike[k : k + size]
                 if rounds[-1] and needed * len(piece) > room:
                     rounds.append([])
                     room = shared.ROUND_BYTES
@@ -177,7 +177,7 @@ class MatrixBatch(UnrecordedBatch):
         return Task(begin, functools.partial(self._finish, options, chunk), cut.dim - len(cut.shape))
 
     def _steps(self, options: Options) -> Steps:
-        """What is done with jobs that several ranks share."""
+        """Make the functions that work on jobs that several ranks share."""
         matrix, sets = options.rule.matrix, self.sets
         assert matrix is not None
 
@@ -230,16 +230,16 @@ class MatrixBatch(UnrecordedBatch):
             p = self.shards[i]
             key = (p.shape, p.stride(), self.sets.number(i))
             alike.setdefault(key, []).append(i)
-        found = []
-        for some in alike.values():
-            p = self.shards[some[0]]
+        chunks = []
+        for positions in alike.values():
+            p = self.shards[positions[0]]
             width = _dtype_of_x(options.rule.matrix, options, [p]).itemsize
             size = max(1, limit // max(1, p.numel() * width * options.rule.matrix.copies))
             # Chunks of equal size, so that one finds the launches and the memory of the one before it.
-            count = -(-len(some) // size)
-            size = -(-len(some) // count)
-            found += [some[k : k + size] for k in range(0, len(some), size)]
-        return found
+            count = -(-len(positions) // size)
+            size = -(-len(positions) // count)
+            chunks += [positions[k : k + size] for k in range(0, len(positions), size)]
+        return chunks
 
     def _chunk(self, options: Options, at: list[int], shape: tuple[int, ...] | None = None) -> Chunk:
         matrix = options.rule.matrix
@@ -253,7 +253,7 @@ class MatrixBatch(UnrecordedBatch):
         return Chunk(at, params, dtype, self._products(dtype), shape)
 
     def _products(self, dtype: torch.dtype) -> Products:
-        """What a transform is told to multiply with; a traced step has to show torch its products."""
+        """Return the matrix products for a transform. In a traced step they are torch's own, so that torch sees them."""
         return Products() if self._symbolic else products_for(dtype, self.shards[0].device)
 
     def _run_chunk(self, options: Options, chunk: Chunk) -> bool:
@@ -266,7 +266,7 @@ class MatrixBatch(UnrecordedBatch):
         return kernels is not None
 
     def _transform(self, options: Options, chunk: Chunk, kernels: Kernels | None) -> Any:
-        """What the transform of the rule returns: its result, or a generator if it works on pieces."""
+        """Call the rule's transform. Return its result, or a generator if it works on pieces."""
         matrix, at = options.rule.matrix, chunk.at
         assert matrix is not None
         if matrix.before is not None:
@@ -339,8 +339,8 @@ class MatrixBatch(UnrecordedBatch):
 
 
 def _dtype_of_x(matrix: Matrix, options: Options, tensors: Sequence[Tensor]) -> torch.dtype:
-    found: torch.dtype | None = matrix.dtype(options.h)
-    return found or compute_dtype(t.dtype for t in tensors)
+    dtype: torch.dtype | None = matrix.dtype(options.h)
+    return dtype or compute_dtype(t.dtype for t in tensors)
 
 
 def _laid_out(t: Any, p: Tensor) -> Tensor:

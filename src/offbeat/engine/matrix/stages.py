@@ -54,7 +54,7 @@ class Stage:
         """The coefficients that kernels take, in order."""
         return tuple(name for name in coefficients if name != "rounding_step")
 
-    def found(
+    def kernel_for(
         self,
         keys: tuple[str, ...],
         names: tuple[str, ...],
@@ -66,8 +66,8 @@ class Stage:
 
         None if it has run no kernel.
         """
-        found = known.get((self, keys, names, dtypes, device))
-        return None if found is None or found[1] != "fused" else (found[0], found[2])
+        entry = known.get((self, keys, names, dtypes, device))
+        return None if entry is None or entry[1] != "fused" else (entry[0], entry[2])
 
     def run(
         self,
@@ -86,16 +86,16 @@ class Stage:
             known: choices, and launches for rows of these sizes, that are kept for the next step of a batch.
         """
         names = self.names(coefficients)
-        one = [column[0] for column in columns]
-        dtypes = tuple(t.dtype for t in one)
-        kind = (self, keys, names, dtypes, one[0].device)
+        first_row = [column[0] for column in columns]
+        dtypes = tuple(t.dtype for t in first_row)
+        kind = (self, keys, names, dtypes, first_row[0].device)
         if kind in known:
             typed, tier, kernel = known[kind]
         else:
             program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
-            choice = choose(options, one, program)
+            choice = choose(options, first_row, program)
             typed, tier = TypedProgram(program, dtypes), choice.tier
-            fused_here = tier == "fused" and not uses_triton(choice, one[0].device)
+            fused_here = tier == "fused" and not uses_triton(choice, first_row[0].device)
             kernel = cpu_kernel(typed) if fused_here else None
             if tier == "fused":  # which depends on nothing else, but for what is asked below
                 known[kind] = typed, tier, kernel
@@ -106,9 +106,9 @@ class Stage:
             numel = array("q", [row[0].numel() for row in rows])
             tables = [array("q", [t.data_ptr() or 1 for t in column]) for column in columns]
             if kernel is None:
-                key = (typed, numel.tobytes(), one[0].device)
+                key = (typed, numel.tobytes(), first_row[0].device)
                 if key not in known:
-                    known[key] = Launches(typed, numel, one[0].device)
+                    known[key] = Launches(typed, numel, first_row[0].device)
                 known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NO_TRANSFORMS)
             else:
                 flat = array("d", [coefficients[name] for name in names])
