@@ -253,7 +253,7 @@ class MatrixBatch(UnrecordedBatch):
         return Chunk(at, params, dtype, self._products(dtype), shape)
 
     def _products(self, dtype: torch.dtype) -> Products:
-        """Return the matrix products for a transform. In a traced step they are torch's own, so that torch sees them."""
+        """Return the matrix products for a transform: in a traced step torch's own, so that torch sees them."""
         return Products() if self._symbolic else products_for(dtype, self.shards[0].device)
 
     def _run_chunk(self, options: Options, chunk: Chunk) -> bool:
