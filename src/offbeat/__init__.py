@@ -6,7 +6,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
     optimizer = offbeat.AdamW(model.parameters(), lr=1e-3)
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offbeat._version import __version__
 from offbeat.engine import Choice
@@ -92,7 +92,9 @@ _REMOVED = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _REMOVED:
-        raise AttributeError(f"offbeat.{name} was removed: {_REMOVED[name]}")
-    raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to type checkers, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _REMOVED:
+            raise AttributeError(f"offbeat.{name} was removed: {_REMOVED[name]}")
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")
