@@ -32,7 +32,7 @@ class Reducer(Protocol):
 
 
 class Listener(Protocol):
-    """Is given the buckets of a DDP module once they are reduced."""
+    """Receives the buckets of a DDP module once they are reduced."""
 
     def bucket_filled(self, params: Sequence[Tensor], index: int) -> Callable[[Sequence[Tensor]], None] | None:
         """Called when a bucket holds this rank's gradients, before it is reduced.
@@ -144,16 +144,16 @@ class CommHook:
 
     @property
     def listeners(self) -> list[Listener]:
-        """Those that are alive; they are referenced weakly."""
+        """The listeners that are alive; they are referenced weakly."""
         alive = [listener() for listener in self._listeners]
         return [listener for listener in alive if listener is not None]
 
     def add_listener(self, listener: Listener) -> None:
-        """Hand reduced buckets to this one too."""
+        """Hand reduced buckets to this listener too."""
         self._listeners.append(weakref.ref(listener))
 
     def remove_listener(self, listener: Listener) -> None:
-        """Hand no more buckets to this one. Who reduces them stays the same."""
+        """Hand no more buckets to this listener. The reducer stays the same."""
         self._listeners = [other for other in self._listeners if other() is not listener]
         if not self.listeners:
             self._background.stop()

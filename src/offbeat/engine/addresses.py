@@ -57,7 +57,7 @@ class AddressBook:
         self._device = params[0].device
         self._dtypes = [column[0].dtype for column in self.columns]
         self._shapes, self._strides = [p.shape for p in params], [p.stride() for p in params]
-        # Where the tensors of each column were when Python checked them.
+        # The addresses at which Python has checked the tensors of each column.
         self._checked: list[list[int]] = [[] for _ in columns]
         # Specifications are compared by identity. Those of gradients are learnt from the first gradients.
         self._specs: list[Any] = [spec_of(w) for w in self.wrappers or []]
@@ -106,7 +106,7 @@ class AddressBook:
         for column in self.columns if self.wrappers is None else [*self.columns, self.wrappers]:
             increment_version(column if active is None else [column[i] for i in active])
 
-    # The same in Python.
+    # Reading in Python.
 
     def _read_in_python(self, params: Sequence[Any], grads: Sequence[Any] | None) -> int | None:
         owners = self.columns[0] if self.wrappers is None else self.wrappers
@@ -179,7 +179,7 @@ class AddressBook:
             return False
         if any(True in map(is_odd, tensors) for is_odd in (*_IS_ODD, *([Tensor.is_conj] if dtype.is_complex else []))):
             return False
-        # Somebody may have freed or shrunk the memory under a tensor that knows nothing of it.
+        # Somebody may have freed or shrunk the memory without the tensor's knowledge.
         ends = map(
             mul, map(add, map(Tensor.numel, tensors), map(Tensor.storage_offset, tensors)), repeat(dtype.itemsize)
         )

@@ -100,7 +100,7 @@ class Batch:
         return True
 
     def shared(self, options: Options) -> dict[Any, list[Any]]:
-        """By process group, what :meth:`run` does together with other ranks, which must do the same."""
+        """Return, by process group, the work that :meth:`run` shares with other ranks."""
         return {}
 
     def check_copies(self, options: Options) -> None:
@@ -119,7 +119,7 @@ class Batch:
         self.release()
 
     def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
-        """The same, for the members with the indices ``active`` (None: all)."""
+        """Update the members with the indices ``active`` (None: all)."""
         raise NotImplementedError
 
     def _active(self) -> Sequence[int] | None:
@@ -191,7 +191,7 @@ class TensorBatch(Batch):
 
 
 class UnrecordedBatch(TensorBatch):
-    """A batch of whose updates autograd learns nothing."""
+    """A batch whose updates autograd does not record."""
 
     def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""

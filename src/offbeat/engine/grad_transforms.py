@@ -100,7 +100,7 @@ def on_one_device(transforms: GradTransforms, work: Sequence[Work]) -> GradTrans
 
 @contextmanager
 def applied_by_hand(transforms: GradTransforms, work: Sequence[Work]) -> Iterator[list[Work] | None]:
-    """For tiers that can only update: yields the work with prepared gradients, or None if the step is skipped.
+    """Do this for tiers that can only update: yield the work with prepared gradients, or None if the step is skipped.
 
     On exit, set gradients to zero if ``transforms`` asks for it.
     """

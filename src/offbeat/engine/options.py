@@ -164,7 +164,7 @@ class Options:
 
 
 class _Watched(Values):
-    """Hyperparameters that take note of which of them are read."""
+    """Hyperparameters that record which of them are read."""
 
     __slots__ = ("noted_by_offbeat",)  # a name that no hyperparameter has
 
@@ -183,7 +183,7 @@ class _Unread(Values):
     """Stored scalars of a rule that does not look at them."""
 
     class Read(Exception):
-        """One of them was looked at."""
+        """A stored scalar was read."""
 
     def __getattribute__(self, name: str) -> Any:
         raise _Unread.Read(name)

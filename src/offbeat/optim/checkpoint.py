@@ -74,7 +74,7 @@ def check_state_dict(state_dict: dict[str, Any], class_name: str) -> None:
 
 
 def numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same with parameters' numbers as keys of the state.
+    """Return the state dict with the numbers of parameters as keys of its state.
 
     ``torch.distributed.checkpoint`` makes strings of them in some of its forms, and leaves out what is empty.
     """

@@ -64,7 +64,7 @@ class CpuKernel:
         coefficients: array[float],
         elements: int,
     ) -> Callable[[], None]:
-        """The same as a call that can be repeated. Columns come with the row to begin at; tables keep their length."""
+        """Return a repeatable call. Columns come with the row to begin at; tables keep their length."""
         wanted = elements // ELEMENTS_A_THREAD
         job = array("q", (len(numel), elements, CHUNK, 0))
         job.extend(table.buffer_info()[0] for table in (numel, chosen, coefficients))

@@ -27,7 +27,7 @@ SECONDS_BETWEEN = 0.1
 
 
 class _Reader:
-    """The compiled reader of this process, and how far it is."""
+    """The compiled reader of this process: not started, being compiled, ready or failed."""
 
     def __init__(self) -> None:
         self.module: Any = None

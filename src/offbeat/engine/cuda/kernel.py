@@ -170,7 +170,7 @@ def launcher(compiled: Any) -> Callable[..., None]:
 
 
 def address(a: Any) -> Any:
-    """Where a tensor lies; anything else as it is."""
+    """Return the address of a tensor, and anything else unchanged."""
     return a.data_ptr() if isinstance(a, Tensor) else a
 
 

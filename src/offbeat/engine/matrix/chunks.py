@@ -185,7 +185,7 @@ class Kernels:
         return lambda: launches.with_sets(columns, sets[0], NO_TRANSFORMS)
 
     def _copy(self, table: array[int]) -> array[int]:
-        """These rows of a table, up to date in every step."""
+        """Make a copy of these rows of a table, which :meth:`before` updates in every step."""
         own = array("q", bytes(8 * len(self._at)))
         self._copied.append((own, table))
         return own

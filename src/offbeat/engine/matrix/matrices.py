@@ -62,7 +62,7 @@ class MatrixBatch(UnrecordedBatch):
         self.keeps = not symbolic and all(map(self._can_stay, members))
 
     def _can_stay(self, m: Member) -> bool:
-        """Return whether a member's tensors can be recognised at the next step by asking where they lie."""
+        """Return whether a member's tensors can be recognised at the next step by their addresses."""
         p, like = m.columns[0], [m.columns[1], *(m.columns[2 + i] for i in self._like)]
         if not m.simple or not all(is_plain(t) and has_storage(t) for t in m.columns):
             return False
@@ -76,7 +76,7 @@ class MatrixBatch(UnrecordedBatch):
         self.book = AddressBook([self.shards, *like], pinned, self.params if self.distributed else None)
 
     def prepare(self, options: Options) -> bool:
-        """Work out the numbers of the step; raises if they make no sense."""
+        """Compute the coefficients of the step; raises if they are invalid."""
         if not self._symbolic:
             return super().prepare(options)
         matrix = options.rule.matrix
@@ -107,7 +107,7 @@ class MatrixBatch(UnrecordedBatch):
         self._tell_autograd(active)
 
     def shared(self, options: Options) -> dict[Any, list[Job]]:
-        """By process group, the parameters that several ranks share; the others are run alone."""
+        """Return, by process group, the parameters that several ranks share. The others are run alone."""
         matrix = options.rule.matrix
         jobs: dict[Any, list[Job]] = {}
         self._alone, self._jobs = None, jobs
@@ -205,7 +205,7 @@ class MatrixBatch(UnrecordedBatch):
         return Steps(before, state, transform, after, dtype, wire, self.shards[0].device)
 
     def _cut_up(self, options: Options, active: list[int]) -> list[Chunk]:
-        """Parameters of equal shape, layout and coefficients, few enough for the bound of memory, with their numbers.
+        """Divide parameters into chunks of equal shape, layout and coefficients that fit the memory bound.
 
         The chunks of the last step are taken again if they are the same. Shapes and layouts have not changed: the batch
         would not have fit.

@@ -60,7 +60,7 @@ def run_pieces(rounds: Sequence[Sequence[Task]], group: Any) -> None:
 
 
 class _Running:
-    """A transform that has been called: it has a result, or asks for totals.
+    """A transform that has been called: it has a result, or requests totals.
 
     Args:
         dim: the dimension that is cut, counted from the last; None if none is.
@@ -76,7 +76,7 @@ class _Running:
         self._go_on(None)
 
     def parts(self) -> list[Total]:
-        """Those that have to be added up."""
+        """Return the parts to add up over the ranks."""
         return [self._parts[i] for i in self.asked]
 
     def answer(self, totals: Sequence[Tensor]) -> None:
@@ -101,7 +101,7 @@ class _Running:
 
 
 def _add_up(running: Sequence[_Running], group: Any) -> None:
-    """Answer what these ask for. In double precision: a sum of squares of large numbers must not overflow."""
+    """Add up the requested parts over the ranks. In double precision: a sum of large squares must not overflow."""
     parts = [part for request in running for part in request.parts()]
     if not parts:
         return

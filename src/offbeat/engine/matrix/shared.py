@@ -142,10 +142,11 @@ def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: A
 
 
 class _Round:
-    """Some matrices, each with its owner: :meth:`work` transforms those of this rank, :meth:`finish` uses the results.
+    """The matrices of a round, each with its owner.
 
-    No rank raises by itself while the others wait for its data: it notes the error, tells them, and all raise together
-    in :meth:`finish`.
+    :meth:`work` transforms those of this rank, and :meth:`finish` updates the parameters from all results. No rank
+    raises by itself while the others wait for its data: it notes the error, tells them, and all raise together in
+    :meth:`finish`.
     """
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:

@@ -46,7 +46,7 @@ class Stage:
         self._rule, self._names = rule, names & keys
 
     def keys(self, present: Sequence[str]) -> tuple[str, ...]:
-        """Those of these state tensors that it reads and writes."""
+        """Return the names among ``present`` that this stage reads and writes."""
         return tuple(key for key in present if key in self._names)
 
     @staticmethod
@@ -77,7 +77,7 @@ class Stage:
         coefficients: Mapping[str, Any],
         known: dict[Any, Any],
     ) -> None:
-        """Run it over rows of equally shaped tensors.
+        """Update rows of equally shaped tensors.
 
         Args:
             keys: the names of the state tensors among the columns.
@@ -129,7 +129,7 @@ def _alike(row: Sequence[Tensor]) -> bool:
 
 
 def _all_slots(rule: Rule) -> Any:
-    """The slots under every option that adds some."""
+    """Return all slots that the rule can have, whatever its options."""
     options = {**FLAGS, **{h.name: h.default for h in rule.hyper}, **rule.surface.fixed}
     more = {**options, **{h.name: True for h in rule.hyper if h.default is False}}
     return (*rule.slots(Values(**options)), *rule.slots(Values(**more)))
