@@ -55,7 +55,8 @@ def optimizers(model: nn.Module) -> None:
     assert_type(chain.step(), None)
     assert_type(chain.step(lambda: 1.0), float)
     assert_type(chain.optimizers, tuple[torch.optim.Optimizer, ...])
-    offbeat.LBFGS(model.parameters(), line_search_fn="strong_wolfe").step(lambda: torch.zeros(()))
+    lbfgs = offbeat.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    assert_type(lbfgs.step(lambda: torch.zeros(())), Tensor)
 
 
 def functional(model: nn.Module) -> None:

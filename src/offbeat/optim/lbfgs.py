@@ -19,7 +19,8 @@ Reference: Nocedal and Wright, Numerical Optimization, 2006, chapter 7.
 from __future__ import annotations
 
 import inspect
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
 
 __all__ = ["LBFGS"]
+
+Loss = TypeVar("Loss")
 
 
 class LBFGS(torch.optim.LBFGS):
@@ -104,6 +107,11 @@ class LBFGS(torch.optim.LBFGS):
                 "LBFGS does not support DTensor parameters (FSDP2 or tensor parallel): its inner products would be "
                 "those of this rank's shards; leave the parameters unsharded, or use an optimizer such as AdamW"
             )
+
+    if TYPE_CHECKING:  # torch's own has no types
+
+        def step(self, closure: Callable[[], Loss]) -> Loss:  # type: ignore[override]  # noqa: D102
+            ...
 
     def init_state(self) -> None:
         """Do nothing: the history begins with the first step."""
