@@ -13,13 +13,12 @@ PINS ?= constraints.txt
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
 	averagers overlap_cuda overlap_ranks plan pure rounds_cuda state_dict tensors triton_compiles
 
-.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
+.PHONY: help demo test lint types imports unit compat bench bench-gpu chaos convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
 	@echo "make test   lint, types, direction of imports, all tests"
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
-	@echo "make wheel  a wheel for this platform with compiled CPU kernels, in dist/ (about a minute)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  steps side by side with torch's, memory, slow links (these need root); writes benchmarks/results"
 	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
@@ -71,11 +70,6 @@ $(TORCHES:%=compat-%): compat-%: .venv-compat-%/ready
 	grep -vE '^(torch|triton|setuptools)==' $(PINS) > $(@D)/pins.txt || true
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $(@D)/pins.txt "torch==$*" -e ".[test]"
 	touch $@
-
-# From the tree and with the tools of .venv: the kernels are made with torch, and are not in the source distribution.
-wheel: $(VENV)/ready
-	$(BIN)/python tools/build_kernels.py
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/step.py --save

@@ -3,12 +3,11 @@
     python -m benchmarks.matrices_ranks [--device cpu] [--ranks 1 2 4] [--layers 4] [--width 256] [--save]
 
 Processes joined by gloo, one thread each. On a GPU all ranks share one, and the time of products is that of their
-kernels, as torch's profiler has it for one step. "every rank does all", "DDP, shared" and "DDP, to owners" have all
-parameters on every rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to
-collectives, where an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a
-rank at least: for an all-reduce each number twice but for its own part; to owners, each gradient once and each update
-once to every other rank, but for its own. ``--save`` writes benchmarks/results/matrices-ranks.md and .json (matrices-
-ranks-cuda on a GPU).
+kernels, as torch's profiler has it for one step. "every rank does all" and "DDP, shared" have all parameters on every
+rank, in a DDP module; "FSDP2" has them cut along their rows. Bytes are those that a rank hands to collectives, where
+an all-reduce sends what a ring sends; gradients and updates apart. The bound is what must leave a rank at least: for
+an all-reduce each number twice but for its own part, and each update once to every other rank. ``--save`` writes
+benchmarks/results/matrices-ranks.md and .json (matrices-ranks-cuda on a GPU).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from benchmarks.matrices import shapes_of
 from offbeat.rules import muon
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("every rank does all", "DDP, shared", "DDP, to owners", "FSDP2")
+KINDS = ("every rank does all", "DDP, shared", "FSDP2")
 
 
 class Matrices(nn.Module):
@@ -100,10 +99,7 @@ def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any, device: str) ->
         return lambda: None, offbeat.Muon(params).step
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = offbeat.Muon(model.parameters())
-    if kind == "DDP, to owners":
-        offbeat.reduce_to_owners(optimizer, ddp)
-    else:
-        ddp.register_comm_hook(None, allreduce_hook)  # what DDP does, where its bytes can be counted
+    ddp.register_comm_hook(None, allreduce_hook)  # what DDP does, where its bytes can be counted
     if kind == "DDP, shared":
         optimizer.share_matrices()
 
@@ -117,7 +113,7 @@ def step_of(kind: str, shapes: list[tuple[int, int]], mesh: Any, device: str) ->
 def bound(kind: str, numbers: int, ranks: int) -> float:
     """Megabytes that a rank must send at least, on average: float32 gradients, bfloat16 updates."""
     others = (ranks - 1) / ranks
-    each = {"every rank does all": 8, "DDP, shared": 8 + 2, "DDP, to owners": 4 + 2, "FSDP2": 4 / ranks}[kind]
+    each = {"every rank does all": 8, "DDP, shared": 8 + 2, "FSDP2": 4 / ranks}[kind]
     return each * others * numbers / 1e6
 
 

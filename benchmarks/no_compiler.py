@@ -2,8 +2,8 @@
 
     python -m benchmarks.no_compiler [--rules AdamW RMSprop ...] [--repeat 15] [--threads 1] [--save]
 
-The compiler is hidden and the kernel cache is empty. Two more arms have kernels: those that ``make wheel`` puts into a
-wheel, and those of a cache that was filled beforehand, with the compiler. torch's default is measured in every process,
+The compiler is hidden and the kernel cache is empty. Another arm has kernels: those of a cache that was filled
+beforehand, with the compiler. torch's default is measured in every process,
 in turns with ours, and a ratio is that of medians of processor time, which other programs on the machine disturb less
 than the wall clock. ``--save`` writes benchmarks/results/no-compiler.md and .json.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,6 @@ import torch
 import offbeat
 from benchmarks.machine import describe_machine
 
-ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 #: The number of layers, their width and the dtype.
 SETS = {
@@ -121,7 +119,7 @@ def in_process(given: argparse.Namespace, environment: dict[str, str], *flags: s
 
 
 #: Where our kernels come from: the key of a process's results and the heading of a column.
-SOURCES = {"none": "offbeat without kernels", "wheel": "kernels of the wheel", "cache": "filled cache"}
+SOURCES = {"none": "offbeat without kernels", "cache": "filled cache"}
 
 
 def report(machine: dict[str, str], results: dict[str, Any]) -> str:
@@ -150,7 +148,7 @@ def report(machine: dict[str, str], results: dict[str, Any]) -> str:
             "",
             f"| rule | torch default | torch fused | {' | tier | '.join(SOURCES.values())} | tier |",
         ]
-        lines.append("|---" * 9 + "|")
+        lines.append("|---" * 7 + "|")
         for rule, found in results["none"][size].items():
             base = found["torch default"]
             fused = (
@@ -188,13 +186,6 @@ def half_precision(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def package_with_kernels(folder: Path) -> None:
-    """The package as a wheel with kernels has it."""
-    package = shutil.copytree(ROOT / "src" / "offbeat", folder / "offbeat")
-    tool = [sys.executable, str(ROOT / "tools" / "build_kernels.py"), "--into", str(package / "engine" / "cpu")]
-    subprocess.run(tool, stdout=sys.stderr, check=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rules", nargs="+", default=RULES, choices=RULES)
@@ -212,7 +203,7 @@ def main() -> None:
         return
     if given.part:
         if given.kernels:
-            from offbeat.engine.reader import wait_for_reader
+            from offbeat.engine.cpu.reader import wait_for_reader
 
             measure("SGD", (1, 4, torch.float32), 1, kernels=True)
             wait_for_reader(600)
@@ -222,16 +213,9 @@ def main() -> None:
         }
         print(json.dumps(found))
         return
-    with (
-        tempfile.TemporaryDirectory() as empty,
-        tempfile.TemporaryDirectory() as filled,
-        tempfile.TemporaryDirectory() as site,
-    ):
-        package_with_kernels(Path(site))
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as filled:
         results = {"none": in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": empty})}
         results["accuracy"] = in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": empty}, "--accuracy")
-        wheel = {**HIDDEN, "OFFBEAT_CACHE_DIR": empty, "PYTHONPATH": site}
-        results["wheel"] = in_process(given, wheel, "--kernels")
         in_process(given, {"OFFBEAT_CACHE_DIR": filled}, "--kernels")
         results["cache"] = in_process(given, {**HIDDEN, "OFFBEAT_CACHE_DIR": filled}, "--kernels")
     machine = describe_machine("python -m benchmarks.no_compiler " + " ".join(sys.argv[1:]))

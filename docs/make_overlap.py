@@ -10,7 +10,7 @@ PAGE = ROOT / "docs" / "overlap.md"
 BEGIN, END = "<!-- made by docs/make_overlap.py from tests/test_overlap_cells.py -->", "<!-- end -->"
 
 PLACES = {"plain": "plain module", "ddp": "DDP", "fsdp2": "FSDP2"}
-MUON = {"shared": "DDP, `share_matrices`", "to_owners": "DDP, `reduce_to_owners`"}
+MUON = {"shared": "DDP, `share_matrices`"}
 FEATURES = {
     "step": "a step during backward",
     "accumulate": "`accumulate=N`",
@@ -44,7 +44,7 @@ FEATURES = {
 
 
 def table() -> str:
-    """Rows are features, columns places and ways to share matrices; a mark for each cell that has tests."""
+    """Rows are features, columns places, and shared matrices; a mark for each cell that has tests."""
     sys.path.insert(0, str(ROOT))
     from tests.test_overlap_cells import PAIRS, inexact
 

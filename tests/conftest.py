@@ -31,7 +31,7 @@ def pytest_unconfigure(config):
 def pytest_sessionstart(session):
     _prepare_triton()
     # It takes a while, and many workers need it: whoever is first has it compiled while tests are collected.
-    from offbeat.engine.reader import compiled_reader
+    from offbeat.engine.cpu.reader import compiled_reader
 
     compiled_reader()
 

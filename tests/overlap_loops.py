@@ -40,15 +40,9 @@ def shared(params: Any) -> offbeat.Chain:
     return chain(params)
 
 
-def to_owners(params: Any) -> offbeat.Chain:
-    """The same; overlapped, gradients of matrices reach their owner only."""
-    return chain(params)
-
-
 OPTIMIZERS: dict[str, Any] = {
     "offbeat.Chain": chain,
     "shared": shared,
-    "to_owners": to_owners,
     "offbeat.AdamW": lambda params: offbeat.AdamW(params, lr=0.01, weight_decay=0.1),
     "torch.AdamW": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1),
     "torch.SGD": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False),
@@ -280,10 +274,6 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
                 register_unchecked(module, hook, state)
         if overlapped and make is shared:
             opts[0].share_matrices(exact=True)
-        if overlapped and make is to_owners:
-            offbeat.reduce_to_owners(opts[0], module, exact=True)
-        elif make is to_owners:
-            opts[0].optimizers[0].init_state()  # as reduce_to_owners does
         if overlapped:
             handles[:] = [offbeat.overlap(opt, module, scaler=scaler, **options) for opt in opts]
         elif clip == "bucket":
@@ -361,7 +351,6 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
             scheduler.step()
         if feature == "reload" and step == 9 and overlapped:
             # A new process would do this: new model, new optimizer, new overlap, all state loaded.
-            gather(opts)
             saved = [opt.state_dict() for opt in opts], [s.state_dict() for s in schedulers], model.state_dict()
             for handle in handles:
                 handle.remove()
@@ -376,7 +365,6 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
                 opt.load_state_dict(state)
             for scheduler, state in zip(schedulers, saved[1], strict=True):
                 scheduler.load_state_dict(state)
-    gather(opts)
     return {
         "params": [_whole(p) for p in model.parameters()],
         "losses": losses,
@@ -391,12 +379,6 @@ def train(cell: Cell, make: Any, overlapped: bool, rank: int, world: int) -> dic
             if isinstance(value, torch.Tensor)
         ],
     }
-
-
-def gather(opts: list[Any]) -> None:
-    for opt in opts:
-        if isinstance(opt, offbeat.Chain):
-            opt.gather_state()
 
 
 def _whole(t: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.engine import exchange
-from offbeat.engine import matrix as matrix_module
+from offbeat.engine.matrix import matrices as matrix_module
+from offbeat.engine.matrix import shared as exchange
 from tests.ranks import run_ranks
 from tests.test_matrix_ranks import Net, data, raised
 

@@ -9,7 +9,7 @@ import torch
 
 import offbeat
 from offbeat.engine.choice import uses_triton
-from offbeat.engine.codec import GROUP, decode, decode_exactly, encode, round_stochastically, scales_for
+from offbeat.engine.eight_bit import GROUP, decode, decode_exactly, encode, round_stochastically, scales_for
 from tests.cases import make_params, set_gradients
 
 pytest.importorskip("triton")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.engine.codec import scales_for
+from offbeat.engine.eight_bit import scales_for
 from offbeat.engine.tensors import local
 from tests.ranks import run_ranks
 

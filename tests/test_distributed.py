@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.engine.extras import Work
+from offbeat.engine.grad_transforms import Work
 from tests.cases import ONE_A_RULE, Case
 from tests.ranks import run_ranks
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
+import offbeat
+
 HEAVY = [
     "torch._dynamo",
     "torch._inductor",
@@ -31,6 +35,15 @@ def test_nothing_heavy_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=150)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("name", ["reduce_to_owners", "ReducedToOwners"])
+def test_what_was_removed_names_what_to_use(name):
+    with pytest.raises(AttributeError, match=rf"offbeat.{name} was removed: use optimizer.share_matrices\(\)"):
+        getattr(offbeat, name)
+    assert not hasattr(offbeat, name)
+    with pytest.raises(AttributeError, match="module 'offbeat' has no attribute 'Adamm'"):
+        _ = offbeat.Adamm
 
 
 def test_what_a_step_is_kept_out_of_is_found_when_it_is_needed():

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import offbeat
-from offbeat.engine import matrix as matrix_module
+from offbeat.engine.matrix import matrices as matrix_module
 from offbeat.rules import Matrix, Rule, Slot, Surface
 from offbeat.rules.checks import learning_rate
 from offbeat.rules.newton_schulz import newton_schulz

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.engine import exchange
+from offbeat.engine.matrix import shared as exchange
 from offbeat.rules import muon as muon_module
 from tests.ranks import run_ranks
 
@@ -344,7 +344,7 @@ def test_bad_input_raises_on_every_rank_alike():
 
 
 def test_owners_are_balanced_and_rounds_bounded():
-    from offbeat.engine.owners import assign, cost_of, rounds
+    from offbeat.engine.matrix.assign import assign, cost_of, rounds
 
     shapes = [(64 * (1 + i % 5), 64 * (1 + i % 3)) for i in range(40)]
     costs = [cost_of(shape) for shape in shapes]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="needs POSIX p
 STEP = """
 import sys, warnings
 import torch, offbeat
-from offbeat.engine.reader import wait_for_reader
+from offbeat.engine.cpu.reader import wait_for_reader
 torch.set_num_threads(1)
 p = torch.ones(100, requires_grad=True)
 optimizer = offbeat.{name}([p], lr=0.1)
@@ -243,7 +243,7 @@ def test_the_warning_names_a_cache_that_cannot_be_read(monkeypatch, tmp_path, be
 
 @pytest.mark.usefixtures("hidden")
 def test_the_reader_and_the_codecs_do_without_a_cache_that_cannot_be_read(monkeypatch, tmp_path):
-    from offbeat.engine import reader_build
+    from offbeat.engine.cpu import reader_build
     from offbeat.wire.codecs import c_kernels
 
     cache = locked(tmp_path / "kernels")
@@ -265,50 +265,3 @@ def test_a_file_that_disappears_is_not_in_the_cache(tmp_path):
     (tmp_path / "cache" / "kernel-1.so").touch()
     (tmp_path / "cache" / "kernel-2.so").symlink_to("gone")  # listed, but not there
     assert compiler.cached("kernel-*.so") == [tmp_path / "cache" / "kernel-1.so"]
-
-
-@pytest.fixture
-def zig(monkeypatch, tmp_path):
-    """A package like ziglang; its compiler is the system's."""
-    found = compiler.find_compiler("REAL_CC")
-    if found is None:
-        pytest.skip("needs a C compiler")
-    package = tmp_path / "site" / "ziglang"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    lines = ["#!/bin/sh", 'echo "$ZIG_GLOBAL_CACHE_DIR" >> "$0.log"', "shift 2", f"PATH={os.environ['PATH']}"]
-    (package / "zig").write_text("\n".join([*lines, f'exec {found[0]} "$@"', ""]))
-    (package / "zig").chmod(0o755)
-    monkeypatch.syspath_prepend(package.parent)
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
-    compiler._find.cache_clear()
-    compiler._zig.cache_clear()
-    yield package / "zig"
-    monkeypatch.undo()
-    compiler._find.cache_clear()
-    compiler._zig.cache_clear()
-
-
-@pytest.mark.usefixtures("hidden")
-def test_zig_is_a_compiler_where_there_is_no_other(zig, monkeypatch, tmp_path):
-    assert not compiler.is_zig(compiler.find_compiler())
-    monkeypatch.setenv("PATH", str(tmp_path))
-    compiler._find.cache_clear()
-    assert compiler.find_compiler() == (str(zig), "cc", "-nostdlib")
-    assert compiler.find_compiler("CXX", ("c++", "g++", "clang++")) is None
-    p = torch.ones(3, requires_grad=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = offbeat.Adagrad([p], lr=0.5)
-        assert optimizer.tiers()[0].tier == "fused"
-    p.grad = torch.ones(3)
-    optimizer.step()
-    torch.testing.assert_close(p.detach(), torch.full((3,), 0.5))
-    # What Zig keeps is in a folder of its own, because there may be no home directory; it is removed again.
-    folders = set((zig.parent / "zig.log").read_text().split())
-    assert folders
-    assert not any(map(os.path.exists, folders))
-    monkeypatch.setenv("CC", "/nonexistent/cc")
-    assert compiler.find_compiler() is None
-    assert "there is no /nonexistent/cc, which CC names" in compiler.why_no_compiler()

@@ -23,7 +23,7 @@ TOLERANCE = 2e-6
 
 #: torch's AdamW over distributed tensors takes most of a minute; its SGD shows the same.
 def applies(cell: Cell, optimizer: str) -> bool:
-    if optimizer in ("shared", "to_owners"):  # which reduce buckets themselves, or need the same gradients
+    if optimizer == "shared":  # which needs the same gradients on all ranks
         return cell.where == "ddp" and not cell.feature.startswith("hook")
     return not (cell.where == "fsdp2" and optimizer == "torch.AdamW")
 
@@ -74,7 +74,7 @@ def test_same_numbers(cell, optimizer, runs):
         # Stepped during backward: most parameters, at every step (the first waits when it has no last norm to go by).
         # Matrices that ranks share wait where each rank knows only what it has used itself.
         unused = cell.feature.startswith(("find_unused", "static_graph"))
-        least = 9 if optimizer in ("shared", "to_owners") and unused else 15
+        least = 9 if optimizer == "shared" and unused else 15
         for early in ours["early"][cell.feature == "clip_previous" :]:
             assert early == 0 if waits else early >= least
         for key in ("params", "losses", "norms", "state"):

@@ -16,7 +16,7 @@ from offbeat.engine import batch as batch_module
 from offbeat.engine import choice as choice_module
 from offbeat.engine.batch import NativeBatch
 from offbeat.engine.build import Part
-from offbeat.engine.reader import wait_for_reader, why_no_reader
+from offbeat.engine.cpu.reader import wait_for_reader, why_no_reader
 from offbeat.overlap.registry import overlapped
 from tests.cases import CASES, make_params, set_gradients
 

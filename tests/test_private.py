@@ -2,9 +2,7 @@
 
 import ast
 import re
-import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,7 +116,7 @@ def test_all_are_there():
 
 
 def test_every_entry_says_what_it_is():
-    assert all(one.name and one.purpose and one.without for one in entries())
+    assert all(one.name and one.purpose for one in entries())
     assert {feature for one in entries() for feature in one.features} == set(_torch.FEATURES)
 
 
@@ -191,112 +189,6 @@ def test_other_features_raise_by_name(feature, use, monkeypatch):
             hide(patch, one)
             with pytest.raises(RuntimeError, match=re.escape(one.name)):
                 use()
-
-
-def run_without(names, code):
-    """Run code in a process whose torch does not have these names."""
-    hidden = "".join(f"hide({name!r})\n" for name in names)
-    program = """
-        import importlib, sys, torch
-        import torch._dynamo, torch.distributed  # they need some of these names themselves, to be imported
-
-        def hide(name):
-            where, _, name = name.rpartition(".")
-            found = sys.modules.get(where)
-            if found is None:
-                module, _, cls = where.rpartition(".")
-                found = getattr(importlib.import_module(module), cls)
-            delattr(found, name)
-    """
-    text = textwrap.dedent(program) + hidden + textwrap.dedent(code)
-    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=150)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-
-
-PLAIN = """
-import offbeat
-model = torch.nn.Linear(2, 2)
-optimizer = offbeat.AdamW(model.parameters(), lr=0.1)
-before = [p.detach().clone() for p in model.parameters()]
-for _ in range(2):
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
-optimizer.load_state_dict(optimizer.state_dict())
-"""
-
-
-def test_import_and_a_plain_step_without_what_features_need():
-    names = [
-        "torch._C._current_graph_task_id",
-        "torch.autograd.graph._engine_run_backward",
-        "torch.amp.grad_scaler.OptState",
-        "torch._amp_foreach_non_finite_check_and_unscale_",
-        "torch.nn.parallel.DistributedDataParallel._active_ddp_module",
-        "torch.distributed.distributed_c10d._World.pg_names",
-        "torch.distributed.device_mesh.DeviceMesh._flatten",
-        "torch.utils.weak.WeakIdKeyDictionary",
-    ]
-    code = """
-        def message(use):
-            try:
-                use()
-            except RuntimeError as error:
-                return str(error)
-            raise AssertionError("it did not raise")
-
-        said = message(lambda: offbeat.overlap(optimizer, model))
-        for name in NAMES[:2] + NAMES[4:5] + NAMES[7:]:
-            assert name.split(".")[-1] in said, said
-        assert "WeakIdKeyDictionary" in message(lambda: offbeat.LocalSGD(optimizer, model))
-        from offbeat import _torch
-        others = {"OptState": "scaler", "_amp_foreach": "scaler", "_world": "subgroup", "_flatten": "mesh"}
-        for name, feature in others.items():
-            assert name in message(lambda: _torch.require(feature))
-    """
-    run_without(names, f"NAMES = {names!r}\n" + PLAIN + textwrap.dedent(code))
-
-
-def test_a_step_without_what_makes_it_fast():
-    names = [
-        *(f"torch._foreach_{name}" for name in _torch._FOREACH),
-        *(f"torch._fused_{name}_" for name in _torch._FUSED),
-        "torch._neg_view",
-        "torch._C._len_torch_dispatch_stack",
-        "torch._C._get_dispatch_mode",
-        "torch._C._autograd._profiler_enabled",
-    ]
-    code = """
-        calls = []
-        optimizer.register_step_pre_hook(lambda *args: calls.append(1))
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        assert calls == [1]
-        assert {choice.tier for choice in optimizer.tiers()} == {"loop"}
-        from offbeat import _torch
-        assert not dict(_torch.report())["torch._foreach_*"]
-    """
-    run_without(names, PLAIN + textwrap.dedent(code))
-
-
-@pytest.mark.parametrize("name", _torch._FOREACH)
-def test_one_by_one_is_what_the_operator_does(name):
-    torch.manual_seed(0)
-    word = name.removesuffix("_")
-    two = word in ("add", "sub", "mul", "div", "maximum", "minimum", "copy", "lerp")
-    lists = [[torch.randn(3), torch.randn(2, 2)] for _ in range(2)]
-    others = [lists[:1], [0.5]] if two else [lists] if word in ("addcmul", "addcdiv") else [[]]
-    given = {"add": [{}, {"alpha": 0.25}], "addcmul": [{"value": 0.25}], "addcdiv": [{"value": 0.25}]}
-    given["lerp"] = [{"weight": 0.25}]
-    for operands in others[:1] if word in ("copy", "lerp") else others:
-        for options in given.get(word, [{}]) if operands and isinstance(operands[0], list) else [{}]:
-            a, b = ([torch.linspace(-1, 2, 3), torch.linspace(0, 3, 4).view(2, 2)] for _ in range(2))
-            result = _torch._one_by_one(name)(a, *operands, **options)
-            expected = _torch.FOREACH[name](b, *operands, **options)
-            if name.endswith("_"):
-                result, expected = a, b
-            assert all(torch.equal(x.nan_to_num(7), y.nan_to_num(7)) for x, y in zip(result, expected, strict=True))
 
 
 # Triton: kernels that note how they are launched.

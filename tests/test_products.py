@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import offbeat
-from offbeat.engine import chunks
 from offbeat.engine.cuda import products
 from offbeat.engine.cuda.products import TritonProducts, products_for
+from offbeat.engine.matrix import chunks
 from offbeat.rules.newton_schulz import newton_schulz
 from offbeat.rules.products import Products
 

@@ -143,7 +143,7 @@ def shards_inside_a_replica(rank, world):
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "shard"))
     site = rank // 2
-    for name, overlapped in (("muon", False), ("muon", True), ("lbfgs", False)):
+    for name, overlapped in (("muon", False), ("muon", True)):
         for kind, delay in (("DiLoCo", 0), ("DiLoCo", 2), ("SlowMo", 0)):
             inner = INNERS[name]
             history = expected(inner, outer_of(kind, inner), delay)

@@ -30,7 +30,7 @@ import importlib.util, sys, torch, offbeat
 from pathlib import Path
 home = Path(offbeat.__file__).parent
 assert str(home).startswith(sys.prefix), home
-assert (home / "wire" / "codecs" / "codecs.c").exists() and (home / "engine" / "reader.cpp").exists()
+assert (home / "wire" / "codecs" / "codecs.c").exists() and (home / "engine" / "cpu" / "reader.cpp").exists()
 assert importlib.util.find_spec("offbeat.wire.codecs.triton_kernels").origin.startswith(str(home))
 
 torch.manual_seed(0)

@@ -6,8 +6,10 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
     optimizer = offbeat.AdamW(model.parameters(), lr=1e-3)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from offbeat._version import __version__
-from offbeat.ddp import CodecState, ReducedToOwners, codec_hook, reduce_to_owners
+from offbeat.ddp import CodecState, codec_hook
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
 from offbeat.optim import (
@@ -70,7 +72,6 @@ __all__ = [
     "PostLocalSGDOptimizer",
     "PostLocalSGDState",
     "PureOptimizer",
-    "ReducedToOwners",
     "Replica",
     "RoundReport",
     "Rule",
@@ -88,9 +89,22 @@ __all__ = [
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",
-    "reduce_to_owners",
     "register_codec",
     "register_overlapped",
     "split_parameters",
 ]
 __all__ += optimizers.__all__
+
+#: Public names that are gone, and what to use instead.
+_REMOVED = {
+    "reduce_to_owners": "use optimizer.share_matrices() under DDP, or FSDP2, which needs no call",
+    "ReducedToOwners": "use optimizer.share_matrices() under DDP, or FSDP2, which needs no call",
+}
+
+
+if not TYPE_CHECKING:  # to type checkers, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        if name in _REMOVED:
+            raise AttributeError(f"offbeat.{name} was removed: {_REMOVED[name]}")
+        raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

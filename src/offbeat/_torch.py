@@ -1,9 +1,9 @@
 """All private names of torch and Triton that this library uses.
 
-Any release may remove such a name. Each has an entry in :data:`PRIVATE`, with its purpose, what happens without it, and
-a probe that checks that it exists in the expected form. If a name only makes something faster, there is also a public
-way. If a feature needs a name, :func:`require` checks for it when the feature is used, never at import. Names that a
-step needs are looked up here once, so that they cost a step nothing.
+Any release may remove such a name. Each has an entry in :data:`PRIVATE`, with its purpose and a probe that checks that
+it exists in the expected form. If a feature needs a name, :func:`require` checks for it when the feature is used. The
+others are needed by every step, and all supported releases have them. Names that a step needs are looked up here once,
+so that they cost a step nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import functools
 import importlib
 import inspect
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -38,7 +37,6 @@ FEATURES = {
     "scaler": "a GradScaler with offbeat.overlap() or LocalSGD",
     "sync": "LocalSGD or PostLocalSGDOptimizer",
     "warmup": "post_local_sgd_hook",
-    "join": "step(closure) of LocalSGD",
     "uneven": "finish() before the second batch of a DistributedDataParallel module",
     "shards": "averaging DTensors",
     "mesh": "a group over several dimensions of a DeviceMesh",
@@ -57,14 +55,12 @@ class Private:
     Args:
         name: the full name; several are separated by commas.
         purpose: what it is used for.
-        without: what happens if it is missing.
         find: the probe, which returns whether it exists in the expected form. If it raises, it does not.
         features: the :data:`FEATURES` that need it.
     """
 
     name: str
     purpose: str
-    without: str
     find: Callable[[], Any]
     features: tuple[str, ...] = ()
 
@@ -141,93 +137,30 @@ def _uses(cls: type, name: str) -> bool:
     return any(name in code.co_names or name in code.co_consts for code in codes if code is not None)
 
 
-class _Gone:
-    """Stands in for a missing module; raises when it is used."""
-
-    def __init__(self, name: str, feature: str) -> None:
-        self._name, self._feature = name, feature
-
-    def __getattr__(self, attribute: str) -> Any:
-        raise _missing(self._feature, [f"{self._name}.{attribute}"])
-
-
 # Operators.
 
-_FOREACH = (
-    *("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "maximum", "maximum_", "minimum", "minimum_"),
-    *(
-        "neg",
-        "neg_",
-        "abs",
-        "abs_",
-        "sqrt",
-        "sqrt_",
-        "sign",
-        "sign_",
-        "reciprocal",
-        "reciprocal_",
-        "copy_",
-        "zero_",
-        "norm",
-    ),
-    *("addcmul", "addcmul_", "addcdiv", "addcdiv_", "lerp", "lerp_"),
+_BOTH_FORMS = (
+    *("add", "sub", "mul", "div", "maximum", "minimum", "neg", "abs", "sqrt", "sign", "reciprocal"),
+    *("addcmul", "addcdiv", "lerp"),
 )
+_FOREACH = (*_BOTH_FORMS, *(f"{name}_" for name in _BOTH_FORMS), "copy_", "zero_", "norm")
 _FUSED = ("adam", "adamw", "sgd", "adagrad")
 
 
-def _one_by_one(name: str) -> Callable[..., list[Tensor]]:
-    """A multi-tensor operator, made from torch's public operators."""
-    word = name.removesuffix("_")
-    in_place, single = word != name, None if word in ("copy", "zero") else getattr(torch, word)
-
-    def one(t: Tensor, *operands: Any, **options: Any) -> Tensor:
-        if single is None:
-            found: Tensor = getattr(t, name)(*operands, **options)
-            return found
-        if word == "norm":
-            norm: Tensor = torch.linalg.vector_norm(t)
-            return norm
-        if word in ("maximum", "minimum"):  # of two tensors only
-            operands = tuple(x if isinstance(x, Tensor) else torch.full((), x).to(t) for x in operands)
-        result: Tensor = single(t, *operands, **options)
-        return t.copy_(result) if in_place else result
-
-    def every(tensors: Sequence[Tensor], *operands: Any, **options: Any) -> list[Tensor]:
-        rows = ([x[i] if isinstance(x, (list, tuple)) else x for x in operands] for i in range(len(tensors)))
-        return [one(t, *row, **options) for t, row in zip(tensors, rows, strict=True)]
-
-    return every
-
-
 #: torch's multi-tensor operators by the end of their names, such as ``add_``.
-FOREACH: dict[str, Callable[..., Any]] = {
-    name: _get(f"torch._foreach_{name}") or _one_by_one(name) for name in _FOREACH
-}
+FOREACH: dict[str, Callable[..., Any]] = {name: getattr(torch, f"_foreach_{name}") for name in _FOREACH}
 foreach_add, foreach_add_, foreach_copy_ = FOREACH["add"], FOREACH["add_"], FOREACH["copy_"]
 foreach_mul_, foreach_div_, foreach_zero_ = FOREACH["mul_"], FOREACH["div_"], FOREACH["zero_"]
 foreach_norm = FOREACH["norm"]
 
 
-def _join(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    parts = torch.split(flat, [t.numel() for t in tensors])
-    return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
-
-
 #: Copies tensors of one dtype into one flat tensor.
-join_tensors: Callable[[Sequence[Tensor]], Tensor] = _get("torch._utils._flatten_dense_tensors") or _join
+join_tensors: Callable[[Sequence[Tensor]], Tensor] = _get("torch._utils._flatten_dense_tensors")
 #: Views of a flat tensor that have the shapes of the given tensors.
-split_like: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = (
-    _get("torch._utils._unflatten_dense_tensors") or _split_like
-)
+split_like: Callable[[Tensor, Sequence[Tensor]], Sequence[Tensor]] = _get("torch._utils._unflatten_dense_tensors")
 
-#: torch's fused optimizers by name, such as ``adamw``, as far as they exist.
-FUSED: dict[str, Callable[..., Any]] = {
-    name: found for name in _FUSED if (found := _get(f"torch._fused_{name}_")) is not None
-}
+#: torch's fused optimizers by name, such as ``adamw``.
+FUSED: dict[str, Callable[..., Any]] = {name: getattr(torch, f"_fused_{name}_") for name in _FUSED}
 
 
 @functools.cache
@@ -245,13 +178,10 @@ def fused_sgd_is_right(dtype: torch.dtype) -> bool:
 
 
 #: ``set_grad_enabled(mode)`` switches the recording of operations on or off, in less time than a context manager.
-set_grad_enabled: Callable[[bool], Any] = _get("torch._C._set_grad_enabled") or torch.set_grad_enabled
+set_grad_enabled: Callable[[bool], Any] = _get("torch._C._set_grad_enabled")
 
 #: Unscales tensors exactly as a GradScaler does, bit for bit.
 unscale_tensors = _get_or_raise("torch._amp_foreach_non_finite_check_and_unscale_", "scaler")
-
-#: The same, as ``__torch_dispatch__`` sees it; None if it is not there.
-UNSCALE_OPERATOR = _get("torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
 
 #: The operators that set tensors to zero, as ``__torch_dispatch__`` sees them.
 ZERO_OPERATORS = tuple(
@@ -262,41 +192,26 @@ ZERO_OPERATORS = tuple(
 # Tensors.
 
 #: A number that is the same for tensors of one storage.
-storage_id: Callable[[Any], int] = (
-    attrgetter("_cdata") if hasattr(torch.UntypedStorage, "_cdata") else torch.UntypedStorage.data_ptr
-)
+storage_id: Callable[[Any], int] = attrgetter("_cdata")
 #: A tensor's version, which every change in place increments.
-version_of: Callable[[Any], int] = (
-    attrgetter("_version") if hasattr(Tensor, "_version") else _get_or_raise("torch.Tensor._version", "overlap")
-)
-has_versions = hasattr(Tensor, "_version")
+version_of: Callable[[Any], int] = attrgetter("_version")
 #: The values of a sparse tensor that need not be coalesced.
 sparse_values = _get_or_raise("torch.Tensor._values", "scaler")
 #: ``__torch_function__`` of a class that has none.
-no_torch_function: Any = _get("torch._C._disabled_torch_function_impl") or Tensor.__torch_function__
+no_torch_function: Any = _get("torch._C._disabled_torch_function_impl")
 #: The attribute of a DTensor that holds this rank's shard.
 LOCAL_TENSOR = "_local_tensor"
 #: The attribute of a DTensor that says how it is split, which torch reads before any operator over several of them.
 SPEC = "_spec"
-#: Makes a negated view; None if torch has no such function.
-neg_view: Callable[[Tensor], Tensor] | None = _get("torch._neg_view")
-
-
-def _has_no_memory(t: Tensor) -> bool:
-    try:
-        return t.numel() > 0 and t.data_ptr() == 0
-    except RuntimeError:  # the tensor does not support the question
-        return False
-
-
+#: Makes a negated view.
+neg_view: Callable[[Tensor], Tensor] = _get("torch._neg_view")
 #: Whether a tensor represents zeros without having memory.
-is_zero_tensor: Callable[[Tensor], bool] = _get("torch.Tensor._is_zerotensor") or _has_no_memory
+is_zero_tensor: Callable[[Tensor], bool] = _get("torch.Tensor._is_zerotensor")
 
 
 def shape_only(cls: Any, like: Tensor) -> Any:
     """An instance of a subclass of Tensor that has a shape, a dtype and a device but no memory."""
-    make = _get_or_raise("torch.Tensor._make_wrapper_subclass", "overlap")
-    return make(cls, like.shape, dtype=like.dtype, device=like.device)
+    return Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -305,8 +220,6 @@ def order_by_kind(kinds: tuple[tuple[torch.device, torch.dtype], ...]) -> list[i
     if len(set(kinds)) < 2:
         return list(range(len(kinds)))
     group = _get("torch._C._group_tensors_by_device_and_dtype")
-    if group is None:  # by kind, as they come
-        return sorted(range(len(kinds)), key=lambda i: kinds.index(kinds[i]))
     found = group([[torch.empty(0, device=device, dtype=dtype) for device, dtype in kinds]], True)
     return [i for _, index in found.values() for i in index]
 
@@ -319,27 +232,12 @@ def is_fake(t: Any) -> bool:
 
 def local_tensor(t: Any) -> Any:
     """This rank's shard of a DTensor, to which a collective may still be writing."""
-    try:
-        return t._local_tensor
-    except AttributeError:
-        with torch.no_grad():  # else it would be part of the graph
-            return t.to_local()
-
-
-class _Cut(NamedTuple):
-    placements: Any
-    mesh: Any
-
-
-_cut = functools.lru_cache(maxsize=4096)(_Cut)
+    return t._local_tensor
 
 
 def spec_of(t: Any) -> Any:
     """The specification of a DTensor, with ``placements`` and ``mesh``. It stays the same object."""
-    try:
-        return t._spec
-    except AttributeError:
-        return _cut(tuple(t.placements), t.device_mesh)
+    return t._spec
 
 
 def shard_place(t: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -352,36 +250,27 @@ def shard_place(t: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def weak_table() -> Any:
     """A dictionary that compares keys by identity and does not keep them alive."""
-    # Comparing by equality works for all keys but tensors; code with tensors requires torch's class first.
-    made = getattr(_module("torch.utils.weak"), "WeakIdKeyDictionary", weakref.WeakKeyDictionary)
-    return made()
+    return _module("torch.utils.weak").WeakIdKeyDictionary()
 
 
-pytree: Any = _module("torch.utils._pytree") or _Gone("torch.utils._pytree", "pure")
+pytree: Any = _module("torch.utils._pytree")
 
 
 # What is running now.
 
 
-def _always() -> int:
-    return 1
-
-
-_dispatch_modes: Callable[[], int] = _get("torch._C._len_torch_dispatch_stack") or _always
-_dispatch_mode: Callable[[Any], Any] = _get("torch._C._get_dispatch_mode") or bool
-_TRACERS = [_get(f"torch._C._TorchDispatchModeKey.{name}") or True for name in ("FAKE", "PROXY", "FUNCTIONAL")]
+_dispatch_modes: Callable[[], int] = _get("torch._C._len_torch_dispatch_stack")
+_dispatch_mode: Callable[[Any], Any] = _get("torch._C._get_dispatch_mode")
+_TRACERS = [_get(f"torch._C._TorchDispatchModeKey.{name}") for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
 def has_dispatch_mode() -> bool:
-    """Whether a dispatch mode is active; False if that is unknown."""
-    return _dispatch_modes is not _always and _dispatch_modes() > 0
+    """Whether a dispatch mode is active."""
+    return _dispatch_modes() > 0
 
 
 def is_traced() -> bool:
-    """Whether a step is traced (``make_fx``, fake tensors), so that torch must see every operation.
-
-    If that is unknown, any dispatch mode counts as one that traces.
-    """
+    """Whether a step is traced (``make_fx``, fake tensors), so that torch must see every operation."""
     return _dispatch_modes() > 0 and any(_dispatch_mode(key) for key in _TRACERS)
 
 
@@ -410,12 +299,8 @@ def queue_callback(function: Callable[[], None]) -> None:
     _get_or_raise("torch.autograd.Variable._execution_engine.queue_callback", "overlap")(function)
 
 
-def _public_stream(index: int) -> int:
-    return int(torch.cuda.current_stream(index).cuda_stream)
-
-
 #: The current stream of a CUDA device as a number. (The name is there only if torch was built for CUDA.)
-raw_stream: Callable[[int], int] = _get("torch._C._cuda_getCurrentRawStream") or _public_stream
+raw_stream: Callable[[int], int] = _get("torch._C._cuda_getCurrentRawStream")
 
 
 # Modules.
@@ -487,12 +372,6 @@ def running_ddp() -> DistributedDataParallel | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def is_joining(joinable: Any) -> bool:
-    """Whether this is used in a Join context, or has been."""
-    require("join")
-    return bool(joinable._join_config.enable)
-
-
 def fsdp_groups(module: Any) -> list[Any]:
     """The groups of parameters that FSDP2 gathers and reduces together for a module of its own."""
     require("fsdp")
@@ -512,7 +391,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def untraced(function: Function) -> Function:
     """Keep ``torch.compile`` out of a function. Imports torch's compiler only when the function is called."""
-    lazy: Any = _get("torch._disable_dynamo") or torch.compiler.disable
+    lazy: Any = _get("torch._disable_dynamo")
     kept_out: Function = lazy(function)
     return kept_out
 
@@ -522,8 +401,6 @@ _AMP = "_step_supports_amp_scaling"
 
 def lean_step(func: Callable[..., Any], watched: Callable[..., Any]) -> Callable[..., Any]:
     """A step that calls ``func``, or ``watched`` if there are hooks or a profiler is active."""
-    if not _STEP_HOOKS.is_there or not _PROFILER.is_there:
-        return watched
     is_compiling, is_profiled = torch.compiler.is_compiling, torch._C._autograd._profiler_enabled
     before, after = (
         _get("torch.optim.optimizer._global_optimizer_pre_hooks"),
@@ -733,245 +610,213 @@ _SCALER, _GROUP = "torch.amp.grad_scaler:GradScaler", "torch.distributed:Process
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState"
 _EVERY_STATE_HOOK = [f"_optimizer_{load}state_dict_{when}_hooks" for load in ("", "load_") for when in ("pre", "post")]
 
-_PROFILER = Private(
-    "torch._C._autograd._profiler_enabled", "whether a step must be marked for a profiler",
-    "every step goes through torch's own wrapper, which is slower",
-    lambda: torch._C._autograd._profiler_enabled() in (True, False),
-)  # fmt: skip
-_STEP_HOOKS = Private(
-    "Optimizer._optimizer_step_pre_hooks, Optimizer._optimizer_step_post_hooks, "
-    "torch.optim.optimizer._global_optimizer_pre_hooks, torch.optim.optimizer._global_optimizer_post_hooks",
-    "whether anybody listens to steps, and the order of those who do",
-    "every step goes through torch's own wrapper, which is slower; overlap() raises",
-    lambda: (
-        _has(_OPTIMIZER, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        and isinstance(_get("torch.optim.optimizer._global_optimizer_pre_hooks"), dict)
-        and isinstance(_get("torch.optim.optimizer._global_optimizer_post_hooks"), dict)
-    ),
-    ("overlap",),
-)  # fmt: skip
-
 _TWO_KINDS = ((torch.device("cpu"), torch.float32), (torch.device("cpu"), torch.float64))
 PRIVATE: tuple[Private, ...] = (
     Private(
-        "torch._foreach_*", "operators over lists of tensors", "one tensor after the other, which is slower",
+        "torch._C._autograd._profiler_enabled", "whether a step must be marked for a profiler",
+        lambda: torch._C._autograd._profiler_enabled() in (True, False),
+    ),
+    Private(
+        "Optimizer._optimizer_step_pre_hooks, Optimizer._optimizer_step_post_hooks, "
+        "torch.optim.optimizer._global_optimizer_pre_hooks, torch.optim.optimizer._global_optimizer_post_hooks",
+        "whether anybody listens to steps, and the order of those who do",
+        lambda: _has(_OPTIMIZER, "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        and all(isinstance(_get(f"torch.optim.optimizer._global_optimizer_{x}_hooks"), dict) for x in ("pre", "post")),
+        ("overlap",),
+    ),
+    Private(
+        "torch._foreach_*", "operators over lists of tensors",
         lambda: all(_get(f"torch._foreach_{name}") for name in _FOREACH),
     ),
     Private(
-        "torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors",
-        "many small tensors as one", "public operators, which are slower",
-        lambda: callable(_get("torch._utils._flatten_dense_tensors"))
-        and callable(_get("torch._utils._unflatten_dense_tensors")),
+        "torch._utils._flatten_dense_tensors, torch._utils._unflatten_dense_tensors", "many small tensors as one",
+        lambda: callable(join_tensors) and callable(split_like),
     ),
     Private(
         "torch._fused_*_", "torch's own fused optimizers, where there is no kernel of ours",
-        "fused=True raises there",
         lambda: all(_get(f"torch._fused_{name}_") for name in _FUSED),
     ),
     Private(
         "torch._amp_foreach_non_finite_check_and_unscale_", "unscaling gradients as GradScaler does, to the bit",
-        "overlap(scaler=) raises; LocalSGD raises in the first step of a GradScaler",
         lambda: _get("torch._amp_foreach_non_finite_check_and_unscale_"), ("scaler",),
     ),
     Private(
         "torch.ops.aten._foreach_zero_", "recognising zero_grad(set_to_none=False) on freed gradients",
-        "overlap() raises", lambda: len(ZERO_OPERATORS) == 2, ("overlap",),
+        lambda: len(ZERO_OPERATORS) == 2, ("overlap",),
     ),
     Private(
         "torch._C._group_tensors_by_device_and_dtype", "the order in which norms of several dtypes are added up",
-        "the norm may differ in the last bit", lambda: len(order_by_kind(_TWO_KINDS)) == 2,
+        lambda: len(order_by_kind(_TWO_KINDS)) == 2,
     ),
     Private(
-        "torch._C._set_grad_enabled", "running a step without recording it", "torch.set_grad_enabled, which is slower",
+        "torch._C._set_grad_enabled", "running a step without recording it",
         lambda: callable(torch._C._set_grad_enabled),
     ),
     Private(
-        "torch._neg_view", "a tensor that the compiled reader must refuse", "addresses are read in Python",
+        "torch._neg_view", "a tensor that the compiled reader must refuse",
         lambda: torch._neg_view(torch.ones(1)).is_neg(),
     ),
-    _PROFILER,
-    _STEP_HOOKS,
     Private(
-        "torch._disable_dynamo", "keeping torch.compile out of a step", "import offbeat imports torch's compiler, too",
+        "torch._disable_dynamo", "keeping torch.compile out of a step",
         lambda: callable(_get("torch._disable_dynamo")),
     ),
     Private(
         "torch._C._len_torch_dispatch_stack, _get_dispatch_mode, _TorchDispatchModeKey, torch._subclasses.fake_tensor",
-        "whether make_fx or FakeTensorMode traces a step", "under any dispatch mode, or always, the loop tier runs",
+        "whether make_fx or FakeTensorMode traces a step",
         lambda: torch._C._len_torch_dispatch_stack() >= 0 and all(_dispatch_mode(k) in (None, False) for k in _TRACERS),
     ),
     Private(
         "torch._C._disabled_torch_function_impl, Tensor._make_wrapper_subclass",
-        "the placeholder for a gradient that has been freed", "overlap() raises",
+        "the placeholder for a gradient that has been freed",
         lambda: _get("torch._C._disabled_torch_function_impl") and _has(_TENSOR, "_make_wrapper_subclass"),
         ("overlap",),
     ),
     Private(
         "torch._C._cuda_getCurrentRawStream", "the current stream as a number",
-        "torch.cuda.current_stream is asked, which is slower",
         lambda: _get("torch._C._cuda_getCurrentRawStream") or torch.version.cuda is None,
     ),
     Private(
-        "torch._C._current_graph_task_id", "which backward pass is running", "overlap() raises",
+        "torch._C._current_graph_task_id", "which backward pass is running",
         lambda: torch._C._current_graph_task_id() == -1, ("overlap", "ddp"),
     ),
     Private(
         "torch.autograd.Variable._execution_engine", "something to do when a backward pass is over",
-        "overlap() raises", lambda: callable(_get("torch.autograd.Variable._execution_engine.queue_callback")),
-        ("overlap", "ddp"),
+        lambda: callable(_get("torch.autograd.Variable._execution_engine.queue_callback")), ("overlap", "ddp"),
     ),
     Private(
         "torch.autograd.graph._engine_run_backward", "whether a backward pass runs inside another",
-        "overlap() raises", lambda: RUN_BACKWARD is not None, ("overlap",),
+        lambda: RUN_BACKWARD is not None, ("overlap",),
     ),
     Private(
         "Tensor._version", "whether a gradient was changed in between",
-        "overlap() raises; addresses are read in Python",
         lambda: isinstance(torch.ones(1)._version, int), ("overlap",),
     ),
     Private(
-        "UntypedStorage._cdata", "whether tensors share a storage", "storages are compared by their addresses",
+        "UntypedStorage._cdata", "whether tensors share a storage",
         lambda: isinstance(torch.ones(1).untyped_storage()._cdata, int),
     ),
     Private(
-        "Tensor._is_zerotensor", "gradients without memory", "tensors are asked for their addresses",
-        lambda: torch.ones(1)._is_zerotensor() is False,
+        "Tensor._is_zerotensor", "gradients without memory", lambda: torch.ones(1)._is_zerotensor() is False,
     ),
     Private(
-        "Tensor._values", "unscaling a sparse gradient in place", "overlap(scaler=) raises",
-        lambda: callable(Tensor._values), ("scaler",),
+        "Tensor._values", "unscaling a sparse gradient in place", lambda: callable(Tensor._values), ("scaler",),
     ),
     Private(
         "torch._subclasses.fake_tensor", "tensors without values",
-        "a step of fake tensors outside of their mode fails",
         lambda: importlib.import_module("torch._subclasses.fake_tensor").FakeTensor,
     ),
     Private(
-        "torch.utils._pytree", "nested parameters, and nested outputs of modules", "as_pure() and overlap() raise",
+        "torch.utils._pytree", "nested parameters, and nested outputs of modules",
         lambda: all(hasattr(pytree, f"tree_{word}") for word in ("leaves", "map", "flatten", "unflatten"))
         and hasattr(pytree.TreeSpec, "flatten_up_to"),
         ("pure", "overlap"),
     ),
     Private(
-        "torch.utils.weak.WeakIdKeyDictionary", "tables by parameter", "overlap() and LocalSGD raise",
+        "torch.utils.weak.WeakIdKeyDictionary", "tables by parameter",
         lambda: hasattr(_module("torch.utils.weak"), "WeakIdKeyDictionary"), ("overlap", "sync", "warmup"),
     ),
     Private(
         ", ".join(f"Optimizer.{name}" for name in _EVERY_STATE_HOOK), "the user's hooks on state dicts",
-        "state_dict() and load_state_dict() raise; so do LocalSGD and PostLocalSGDOptimizer",
         lambda: _has(_OPTIMIZER, *_EVERY_STATE_HOOK), ("hooks", "sync"),
     ),
     Private(
         "Optimizer._accelerator_graph_capture_health_check", "torch's check that a step may be captured",
-        "a step that is captured, or could be, raises",
         lambda: _has(_OPTIMIZER, "_accelerator_graph_capture_health_check"), ("capture",),
     ),
     Private(
         "Optimizer._step_supports_amp_scaling", "having a GradScaler leave unscaling and skipping to the step",
-        "fused optimizers are unscaled by the scaler; LocalSGD and overlap(scaler=) raise",
-        lambda: _uses(torch.amp.GradScaler, _AMP),
-        ("sync", "scaler"),
+        lambda: _uses(torch.amp.GradScaler, _AMP), ("sync", "scaler"),
     ),
     Private(
         "GradScaler._scale, GradScaler._per_optimizer_states, GradScaler._check_scale_growth_tracker",
-        "unscaling bucket by bucket, and telling the scaler", "overlap(scaler=) raises",
+        "unscaling bucket by bucket, and telling the scaler",
         lambda: _has(_SCALER, "_scale", "_per_optimizer_states", "_check_scale_growth_tracker"), ("scaler",),
     ),
     Private(
-        "torch.amp.grad_scaler.OptState", "how far a GradScaler is with an optimizer", "overlap(scaler=) raises",
+        "torch.amp.grad_scaler.OptState", "how far a GradScaler is with an optimizer",
         lambda: scaler_stage("READY") is not scaler_stage("UNSCALED"), ("scaler",),
     ),
     Private(
-        "OptimizedModule._orig_mod", "the module inside that of torch.compile", "such a module is refused",
+        "OptimizedModule._orig_mod", "the module inside that of torch.compile",
         lambda: _has("torch._dynamo.eval_frame:OptimizedModule", "_orig_mod"), ("compiled",),
     ),
     Private(
         "Module._buffers, Module._non_persistent_buffers_set", "which buffers are part of a state dict",
-        "LocalSGD raises", lambda: _has("torch.nn:Module", "_buffers", "_non_persistent_buffers_set"), ("sync",),
+        lambda: _has("torch.nn:Module", "_buffers", "_non_persistent_buffers_set"), ("sync",),
     ),
     Private(
         "DistributedDataParallel._has_rebuilt_buckets", "whether gradients still move to other buckets",
-        "with gradient_as_bucket_view=True, overlap() looks for used gradients before every forward pass",
         lambda: _has(_DDP, "_has_rebuilt_buckets"),
     ),
     Private(
         "Reducer._push_all_rebuilt_params, Reducer._rebuild_buckets",
         "taking part in what DDP does once, on a rank that has no second batch",
-        "finish() before the second batch raises",
         lambda: _has("torch.distributed:Reducer", "_push_all_rebuilt_params", "_rebuild_buckets"), ("uneven",),
     ),
     Private(
         "DistributedDataParallel._static_graph_delay_allreduce_enqueued",
         "whether a rank has had the first batch of static_graph=True",
-        "finish() before it lets the other ranks wait until their group's timeout",
         lambda: _has(_DDP, "_static_graph_delay_allreduce_enqueued"),
     ),
     Private(
         "DistributedDataParallel._comm_hooks, DistributedDataParallel._use_python_reducer, "
         "DistributedDataParallel._divide_by_initial_world_size",
-        "what a DDP module does with gradients", "such a module is refused",
+        "what a DDP module does with gradients",
         lambda: _has(_DDP, "_comm_hooks", "_use_python_reducer", "_divide_by_initial_world_size"), ("ddp",),
     ),
     Private(
         "DistributedDataParallel._active_ddp_module", "whether a module runs inside a DDP module",
-        "overlap() and LocalSGD raise", lambda: hasattr(DistributedDataParallel, "_active_ddp_module"),
-        ("overlap", "sync"),
+        lambda: hasattr(DistributedDataParallel, "_active_ddp_module"), ("overlap", "sync"),
     ),
     Private(
-        "Joinable._join_config", "whether ranks may run out of data", "DDP modules and LocalSGD's closures are refused",
-        lambda: _has("torch.distributed.algorithms.join:Joinable", "_join_config"), ("join", "ddp"),
+        "Joinable._join_config", "whether ranks may run out of data",
+        lambda: _has("torch.distributed.algorithms.join:Joinable", "_join_config"), ("ddp",),
     ),
     Private(
-        "FSDPModule._get_fsdp_state", "which parameters FSDP2 reduces together", "overlap() refuses such a module",
+        "FSDPModule._get_fsdp_state", "which parameters FSDP2 reduces together",
         lambda: _has("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state"), ("fsdp",),
     ),
-    Private(  # asked for where there is a state, because its class has been moved before
-        "FSDPState._fsdp_param_group, FSDPState._fsdp_param_groups", "the same", "overlap() refuses such a module",
+    Private(
+        "FSDPState._fsdp_param_group, FSDPState._fsdp_param_groups", "the same",
         lambda: _has(_FSDP, "_fsdp_param_groups") or _has(_FSDP, "_fsdp_param_group"),
     ),
     Private(
         "DTensor._local_tensor, DTensor._spec", "a shard and how it is cut, without dispatch",
-        "the public methods are called, which is slower",
         lambda: {"_local_tensor", "_spec"} <= {*importlib.import_module("torch.distributed.tensor").DTensor.__slots__},
     ),
     Private(
         "torch.distributed.tensor._utils.compute_local_shape_and_global_offset",
-        "which shard this is, for ranks to compare", "averaging DTensors raises",
-        lambda: callable(
-            importlib.import_module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset
-        ),
+        "which shard this is, for ranks to compare",
+        lambda: _module("torch.distributed.tensor._utils").compute_local_shape_and_global_offset,
         ("shards",),
     ),
     Private(
         "torch.distributed.checkpoint.state_dict._init_optim_state",
-        "whether a step is made to create state for a checkpoint", "such a step counts as any other",
+        "whether a step is made to create state for a checkpoint",
         lambda: _has("torch.distributed.checkpoint.state_dict:_init_optim_state", "__code__"),
     ),
     Private(
         "ProcessGroup._device_types", "devices whose tensors a group can exchange",
-        "they are taken from the names of its backends", lambda: _has(_GROUP, "_device_types"),
+        lambda: _has(_GROUP, "_device_types"),
     ),
     Private(
         "ProcessGroup._get_backend, Backend.Options._timeout", "how long a group waits",
-        "groups made from it wait as long as torch's default", lambda: _has(_GROUP, "_get_backend"),
+        lambda: _has(_GROUP, "_get_backend"),
     ),
     Private(
         "torch.distributed.distributed_c10d._get_default_store",
-        "connections of our own between ranks, which can be made anew after a failure",
-        "process groups of torch.distributed are used, and a collective that fails ends averaging", has_store,
+        "connections of our own between ranks, which can be made anew after a failure", has_store,
     ),
     Private(
         "torch.distributed.distributed_c10d._world", "how many groups there are, which goes into their names",
-        "groups within a group that is not the whole world are refused",
         lambda: count_groups() >= 0, ("subgroup",),
     ),
     Private(
-        "DeviceMesh._flatten", "one group from several dimensions", "several dimensions are refused",
+        "DeviceMesh._flatten", "one group from several dimensions",
         lambda: _has("torch.distributed.device_mesh:DeviceMesh", "_flatten"), ("mesh",),
     ),
     Private(
         "CompiledKernel.packed_metadata, triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook",
-        "launching a kernel without what is for listeners; see triton_launch_is_known",
-        "kernels are launched by the documented way, which is slower", _has_triton,
+        "launching a kernel without what is for listeners; see triton_launch_is_known", _has_triton,
     ),
 )  # fmt: skip

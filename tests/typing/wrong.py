@@ -49,7 +49,6 @@ def overlap(model: nn.Module, optimizer: offbeat.AdamW, ddp: DistributedDataPara
     offbeat.overlap(optimizer, model, scaler=True)  # wrong
     offbeat.overlap(optimizer, ddp, comm_hook="fp16")  # wrong
     offbeat.overlap(optimizer, ddp, comm_hook=lambda bucket: bucket)  # wrong
-    offbeat.reduce_to_owners(optimizer, model)  # wrong
     offbeat.CodecState(codec=5)  # wrong
     offbeat.CodecState(not_finite="skip")  # wrong
     offbeat.TopK(0.03, bits=3)  # wrong

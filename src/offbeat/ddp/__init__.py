@@ -8,18 +8,15 @@ from offbeat.ddp.codec_hook import CodecState, codec_hook
 from offbeat.ddp.comm_hook import CommHook, Listener, Reducer, UserHook
 from offbeat.ddp.mean import as_it_is, mean_of_bucket
 from offbeat.ddp.modules import is_inside_ddp
-from offbeat.ddp.to_owners import ReducedToOwners, reduce_to_owners
 
 __all__ = [
     "CodecState",
     "CommHook",
     "Listener",
-    "ReducedToOwners",
     "Reducer",
     "UserHook",
     "as_it_is",
     "codec_hook",
     "is_inside_ddp",
     "mean_of_bucket",
-    "reduce_to_owners",
 ]

@@ -99,5 +99,5 @@ class Background:
 
 def _flat(value: Any) -> Tensor:
     """A hook's result, which may be a tensor or a list of one."""
-    found: Tensor = value if isinstance(value, Tensor) else value[0]
-    return found
+    flat: Tensor = value if isinstance(value, Tensor) else value[0]
+    return flat

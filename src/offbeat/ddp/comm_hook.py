@@ -33,7 +33,7 @@ class Reducer(Protocol):
 
 
 class Listener(Protocol):
-    """Is given the buckets of a DDP module once they are reduced."""
+    """Receives the buckets of a DDP module once they are reduced."""
 
     def bucket_filled(self, params: Sequence[Tensor], index: int) -> Callable[[Sequence[Tensor]], None] | None:
         """Called when a bucket holds this rank's gradients, before it is reduced.
@@ -45,10 +45,6 @@ class Listener(Protocol):
         Returns:
             A function to call with the reduced gradients while backward goes on, or None to leave this bucket alone.
         """
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether the gradients of the pass that is running will be added to those of a later pass."""
 
     def pass_ended(self) -> None:
         """Called at the end of a backward pass, when DDP has copied the reduced gradients into ``.grad``."""
@@ -118,22 +114,22 @@ class CommHook:
     @classmethod
     def register(cls, ddp: DistributedDataParallel) -> CommHook:
         """The hook of this module, registered with DDP if it is not yet. Call :meth:`find` first."""
-        found = cls.find(ddp, instead="let offbeat register its own")
-        if found is None:
-            found = cls(ddp)
+        hook = cls.find(ddp, instead="let offbeat register its own")
+        if hook is None:
+            hook = cls(ddp)
             try:
-                ddp.register_comm_hook(found, _offbeat_comm_hook)
+                ddp.register_comm_hook(hook, _offbeat_comm_hook)
             except BaseException:  # DDP has a built-in hook; it notes ours before it finds out
                 _torch.comm_hooks(ddp).clear()
                 raise
-        return found
+        return hook
 
     def __reduce__(self) -> Any:
         return _nobody, ()  # copied with a DDP module's list of hooks; the copy's reducer does not have the hook
 
     @property
     def reducer(self) -> Reducer | None:
-        """What reduces buckets; None is DDP's own mean."""
+        """The object that reduces buckets; None is DDP's own mean."""
         return self._reducer
 
     def reduce_with(self, reducer: Reducer) -> None:
@@ -149,21 +145,16 @@ class CommHook:
 
     @property
     def listeners(self) -> list[Listener]:
-        """Those that are alive; they are referenced weakly."""
-        found = [listener() for listener in self._listeners]
-        return [listener for listener in found if listener is not None]
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether the gradients of the pass that is running will be added to those of a later pass."""
-        return any(listener.accumulates for listener in self.listeners)
+        """The listeners that are alive; they are referenced weakly."""
+        alive = [listener() for listener in self._listeners]
+        return [listener for listener in alive if listener is not None]
 
     def add_listener(self, listener: Listener) -> None:
-        """Hand reduced buckets to this one too."""
+        """Hand reduced buckets to this listener too."""
         self._listeners.append(weakref.ref(listener))
 
     def remove_listener(self, listener: Listener) -> None:
-        """Hand no more buckets to this one. Who reduces them stays the same."""
+        """Hand no more buckets to this listener. The reducer stays the same."""
         self._listeners = [other for other in self._listeners if other() is not listener]
         if not self.listeners:
             self._background.stop()
@@ -175,10 +166,6 @@ class CommHook:
         if isinstance(self._reducer, UserHook):
             self._reducer.abort()
         self._background.settle()
-
-    def mean(self, bucket: Any) -> Future[Any]:
-        """DDP's own mean of a bucket, for a reducer that leaves some buckets to it."""
-        return self._mean.start(bucket, defer=False)[0]
 
     def stand_in(self, p: Tensor) -> None:
         """Call when ``p.grad`` has taken the place of a gradient that DDP would have accumulated in its bucket."""
@@ -231,9 +218,9 @@ class CommHook:
     def _end_pass(self, listeners: list[weakref.ref[Listener]]) -> None:
         found_error, self._error = self._error, None
         for listener in listeners:
-            found = listener()
-            if found is not None:
-                found.pass_ended()
+            alive = listener()
+            if alive is not None:
+                alive.pass_ended()
         if found_error is not None and found_error[0] == self._passes:
             raise found_error[1]
 
@@ -250,7 +237,7 @@ _offbeat_comm_hook.__annotations__ = {}  # DDP compares annotations with types, 
 
 
 def _gradients(result: Tensor, buffer: Tensor, views: list[Tensor], divisor: int) -> tuple[Tensor, list[Tensor]]:
-    """What DDP is to copy into ``.grad``, and the gradients in it.
+    """Return the tensor that DDP copies into ``.grad``, and the gradients in it.
 
     Args:
         result: what the reduction returned: the buffer itself, or another tensor of its size.

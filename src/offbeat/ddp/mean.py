@@ -24,7 +24,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def as_it_is(bucket: Any) -> Future[Any]:
-    """This rank's own gradients, reduced with nobody."""
+    """Return this rank's own gradients, not reduced."""
     done: Future[Any] = Future()
     done.set_result(bucket.buffer())
     return done
@@ -124,12 +124,12 @@ def _on_arrival(p: Tensor, hook: Callable[[Tensor], None]) -> None:
 
 
 def _noter(mean: weakref.ref[DdpMean]) -> Callable[[Tensor], None]:
-    """The parameters hold on to it, and it does not keep them alive."""
+    """Make a hook that parameters can hold without keeping ``mean`` alive."""
 
     def note(p: Tensor) -> None:
-        found = mean()
-        if found is not None:
-            found.note(p)
+        alive = mean()
+        if alive is not None:
+            alive.note(p)
 
     return note
 

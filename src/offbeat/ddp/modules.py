@@ -18,14 +18,14 @@ _modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def _note(module: Any, name: str, submodule: Any) -> None:
-    _modules.update(one for one in (module, submodule) if isinstance(one, DistributedDataParallel))
+    _modules.update(candidate for candidate in (module, submodule) if isinstance(candidate, DistributedDataParallel))
 
 
 register_module_module_registration_hook(_note)
 
 
 def is_inside_ddp(params: Sequence[Tensor]) -> bool:
-    """Whether a DDP module that is known reduces the gradient of one of these parameters.
+    """Return whether a DDP module that is known reduces the gradient of one of these parameters.
 
     A copy of a DDP module, one that was unpickled and one that is older than this file are not known. Whoever must not
     miss these looks at :func:`offbeat._torch.running_ddp` in a forward pass, too.
@@ -33,4 +33,4 @@ def is_inside_ddp(params: Sequence[Tensor]) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         return False
     ours = {id(p) for p in params}
-    return any(id(p) in ours for one in list(_modules) for p in one.parameters())
+    return any(id(p) in ours for ddp in list(_modules) for p in ddp.parameters())

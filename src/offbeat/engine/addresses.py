@@ -1,15 +1,17 @@
 """The memory addresses of many tensors, read and checked in one call.
 
 A compiled kernel works on addresses. An address is valid only while the tensor has the same dtype, shape, strides and
-device, enough memory, and is plain, so that its memory holds its values. Python needs about a microsecond to check a
-tensor; the compiled reader needs a few hundredths of a microsecond.
+device, enough memory, and is plain, so that its memory holds its values. ``cpu/reader.cpp`` checks all of it for every
+tensor at every step. Until it is compiled Python does, and saves time: a parameter or state tensor that has not moved
+since it was checked is not checked again, except for the dtype, shape and strides of parameters. Gradients always are.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from operator import is_
+from itertools import repeat
+from operator import add, attrgetter, is_, le, mul
 from typing import Any
 
 import torch
@@ -17,11 +19,18 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_zero_tensor, local_tensor, spec_of
-from offbeat.engine.reader import compiled_reader, shapes_of
+from offbeat.engine.cpu.reader import compiled_reader, shapes_of
 from offbeat.engine.tensors import PLAIN
 
 #: The compiled reader returns this for a distributed gradient whose specification it has not seen before.
 UNKNOWN = -2
+
+_PLAIN_TYPES = frozenset(PLAIN)
+_kind_of = attrgetter("dtype", "device", "layout")
+_dtype_of = attrgetter("dtype")
+_shape_of = attrgetter("shape")
+#: What is true of a tensor whose memory does not simply hold its values.
+_IS_ODD = (Tensor.is_neg, is_zero_tensor, Tensor.is_inference)
 
 
 class AddressBook:
@@ -41,18 +50,21 @@ class AddressBook:
         self.columns = [list(column) for column in columns]
         self.wrappers = None if wrappers is None else list(wrappers)
         self.pinned = [t for column in pinned for t in column]
+        params = self.columns[0]
         #: The addresses of parameters, of gradients (0: no gradient), then of each column of state.
-        self.tables = [array("q", bytes(8 * len(self.columns[0]))) for _ in range(len(columns) + 1)]
-        self._pinned_places = [t.data_ptr() for t in self.pinned]
-        self._device = self.columns[0][0].device
+        self.tables = [array("q", bytes(8 * len(params))) for _ in range(len(columns) + 1)]
+        self._pinned_addresses = [t.data_ptr() for t in self.pinned]
+        self._device = params[0].device
         self._dtypes = [column[0].dtype for column in self.columns]
-        self._shapes = [(p.shape, p.stride(), p.numel()) for p in self.columns[0]]
+        self._shapes, self._strides = [p.shape for p in params], [p.stride() for p in params]
+        # The addresses at which Python has checked the tensors of each column.
+        self._checked: list[list[int]] = [[] for _ in columns]
         # Specifications are compared by identity. Those of gradients are learnt from the first gradients.
         self._specs: list[Any] = [spec_of(w) for w in self.wrappers or []]
         self._gradient_specs: list[Any] = [None] * len(self._specs)
         self._request = (
-            self.columns, self.tables, shapes_of(self.columns[0]), self._dtypes, self._device,
-            self.pinned, array("q", self._pinned_places), self.wrappers, self._specs, self._gradient_specs,
+            self.columns, self.tables, shapes_of(params), self._dtypes, self._device,
+            self.pinned, array("q", self._pinned_addresses), self.wrappers, self._specs, self._gradient_specs,
         )  # fmt: skip
         self._compiled = compiled_reader(self._device)
 
@@ -90,122 +102,89 @@ class AddressBook:
         """Tell autograd that the tensors of these rows were written; None for all rows."""
         if self._compiled is not None:
             self._compiled.bump(self.columns, self.tables[1], self.wrappers)
-        else:
-            columns = [*self.columns, *([] if self.wrappers is None else [self.wrappers])]
-            rows = range(len(self.columns[0])) if active is None else active
-            increment_version([column[i] for column in columns for i in rows])
+            return
+        for column in self.columns if self.wrappers is None else [*self.columns, self.wrappers]:
+            increment_version(column if active is None else [column[i] for i in active])
 
-    def _checked_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> Sequence[Any] | None:
-        """The gradients or their local tensors. None if the parameters are not the book's, or a pinned tensor moved."""
-        mine = self.columns[0] if self.wrappers is None else self.wrappers
-        if len(params) != len(mine) or not all(map(is_, params, mine)) or not self._pinned_stayed():
-            return None
-        gradients: Sequence[Any] | None = [p.grad for p in params] if grads is None else grads
-        gradients = gradients if self.wrappers is None else self._local_gradients(params, grads)
-        return None if gradients is None or len(gradients) != len(params) else gradients
-
-    def _pinned_stayed(self) -> bool:
-        try:
-            for t, place in zip(self.pinned, self._pinned_places, strict=True):
-                if t.data_ptr() != place or type(t) not in PLAIN:
-                    return False
-        except RuntimeError:  # a tensor has no address
-            return False
-        return True
+    # Reading in Python.
 
     def _read_in_python(self, params: Sequence[Any], grads: Sequence[Any] | None) -> int | None:
-        gradients = self._checked_gradients(params, grads)
-        if gradients is None:
+        owners = self.columns[0] if self.wrappers is None else self.wrappers
+        if len(params) != len(owners) or not all(map(is_, params, owners)):
             return None
-        for (column, table), dtype in zip(self._column_tables(), self._dtypes, strict=True):
-            if not self._fill(table, column, dtype):
-                return None
-        table = self.tables[1]
-        if not self._fill(table, gradients, self._dtypes[0]):
-            return None
-        count = 0
-        for i, g in enumerate(gradients):
-            if g is not None:
-                count += 1
-                table[i] = table[i] or 1  # an empty gradient has no address, and 0 would mean that there is none
-        return count
-
-    def _fill(self, table: array[int], tensors: Sequence[Any], dtype: torch.dtype) -> bool:
-        """Write the addresses of tensors into a table (0 for empty ones and for None). False if one has changed."""
-        device, itemsize, may_be_conjugate = self._device, dtype.itemsize, dtype.is_complex
-        i = -1
         try:
-            for t, (shape, strides, numel) in zip(tensors, self._shapes, strict=True):
-                i += 1
-                table[i] = 0
-                if t is None:
-                    continue
-                if type(t) not in PLAIN or t.dtype is not dtype or t.shape != shape or t.device != device:
-                    return False
-                if t.layout is not torch.strided or not (
-                    t.stride() == strides or _same_strides(shape, t.stride(), strides)
-                ):
-                    return False
-                if t.is_neg() or is_zero_tensor(t) or t.is_inference() or (may_be_conjugate and t.is_conj()):
-                    return False
-                if numel:
-                    table[i] = place = t.data_ptr()
-                    # The storage may have been freed or shrunk although the tensor has its shape.
-                    end = (t.storage_offset() + numel) * itemsize
-                    if not place or end > t.untyped_storage().nbytes():
-                        return False
+            if self.wrappers is not None:
+                gradients = self._local_gradients(params, grads)
+            else:
+                gradients = [p.grad for p in params] if grads is None else list(grads)
+            if gradients is None or len(gradients) != len(params) or not self._read_columns():
+                return None
+            return self._read_gradients(gradients)
         except RuntimeError:  # a tensor has no address
+            return None
+
+    def _read_columns(self) -> bool:
+        """Update the tables of the columns. False if a tensor has changed, or a pinned one has moved."""
+        if not _are_plain(self.pinned) or list(map(Tensor.data_ptr, self.pinned)) != self._pinned_addresses:
             return False
+        params = self.columns[0]
+        if {self._dtypes[0]} != set(map(_dtype_of, params)) or list(map(_shape_of, params)) != self._shapes:
+            return False
+        if not _have_strides(params, self._strides):
+            return False
+        for c, (column, table) in enumerate(self._column_tables()):
+            addresses = list(map(Tensor.data_ptr, column))
+            if addresses != self._checked[c]:
+                if not self._fit(column, addresses, self._dtypes[c], self._shapes, self._strides):
+                    return False
+                self._checked[c] = addresses
+            table[:] = array("q", addresses)
         return True
 
-    def check(self, params: Sequence[Any], grads: Sequence[Any], *, strides: bool) -> int | None:
-        """Like :meth:`read`, for tiers that work on tensors and need no addresses.
-
-        Args:
-            strides: whether the tensors must have the same strides as before.
-        """
-        self._compiled = self._compiled or compiled_reader(self._device)
-        if self._compiled is not None:
-            return self.read(params, grads)
-        gradients = self._checked_gradients(params, grads)
-        if gradients is None:
+    def _read_gradients(self, gradients: Sequence[Any]) -> int | None:
+        """Update the table of the gradients, and return how many there are. None if one does not fit."""
+        rows = [i for i, g in enumerate(gradients) if g is not None]
+        shapes, strides = self._shapes, self._strides
+        if len(rows) < len(shapes):
+            gradients = [gradients[i] for i in rows]
+            shapes, strides = [shapes[i] for i in rows], [strides[i] for i in rows]
+        if not _are_plain(gradients):  # the rest can be asked only of tensors
             return None
-        device, tables = self._device, [self.tables[0], *self.tables[2:]]
-        try:
-            for column, table, dtype in zip(self.columns, tables, self._dtypes, strict=True):
-                for i, t in enumerate(column):
-                    shape, stride, numel = self._shapes[i]
-                    if t.dtype is not dtype or t.shape != shape:
-                        return None
-                    if strides and t.stride() != stride and not _same_strides(shape, t.stride(), stride):
-                        return None
-                    # Memory that has been freed or shrunk since the last step is not where it was.
-                    place = t.data_ptr()
-                    if place != table[i] or not place:
-                        if t.device != device or not _has_memory(t, numel):
-                            return None
-                        table[i] = place
-            return self._count_gradients(gradients, strides)
-        except RuntimeError:  # a tensor has no address
+        addresses = list(map(Tensor.data_ptr, gradients))
+        if not self._fit(gradients, addresses, self._dtypes[0], shapes, strides):
             return None
+        if 0 in addresses:  # an empty gradient has no address, and 0 would mean that there is none
+            addresses = [address or 1 for address in addresses]
+        table = self.tables[1]
+        if len(rows) < len(table):
+            table[:] = array("q", bytes(8 * len(table)))
+            for i, address in zip(rows, addresses, strict=True):
+                table[i] = address
+        else:
+            table[:] = array("q", addresses)
+        return len(rows)
 
-    def _count_gradients(self, gradients: Sequence[Any], strides: bool) -> int | None:
-        device, dtype, table, count = self._device, self._dtypes[0], self.tables[1], 0
-        for i, g in enumerate(gradients):
-            if g is None:
-                continue
-            count += 1
-            shape, stride, numel = self._shapes[i]
-            if type(g) not in PLAIN or g.dtype is not dtype or g.shape != shape or g.is_neg() or is_zero_tensor(g):
-                return None
-            if strides and g.stride() != stride and not _same_strides(shape, g.stride(), stride):
-                return None
-            place = g.data_ptr()
-            if place != table[i] or not place:
-                if g.device != device or not _has_memory(g, numel):
-                    return None
-                table[i] = place
-        return count
+    def _fit(
+        self,
+        tensors: Sequence[Any],
+        addresses: list[int],
+        dtype: torch.dtype,
+        shapes: list[torch.Size],
+        strides: list[tuple[int, ...]],
+    ) -> bool:
+        """Return whether the memory of these tensors simply holds their values, in this dtype, shape and order."""
+        if not _are_plain(tensors) or list(map(_shape_of, tensors)) != shapes or not _have_strides(tensors, strides):
+            return False
+        if not {(dtype, self._device, torch.strided)}.issuperset(map(_kind_of, tensors)):
+            return False
+        if any(True in map(is_odd, tensors) for is_odd in (*_IS_ODD, *([Tensor.is_conj] if dtype.is_complex else []))):
+            return False
+        # Somebody may have freed or shrunk the memory without the tensor's knowledge.
+        ends = map(
+            mul, map(add, map(Tensor.numel, tensors), map(Tensor.storage_offset, tensors)), repeat(dtype.itemsize)
+        )
+        sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+        return all(map(le, ends, sizes)) and (0 not in addresses or not any(map(_is_freed, tensors)))
 
     def _local_gradients(self, params: Sequence[Any], grads: Sequence[Any] | None) -> list[Any] | None:
         """The local tensors of the gradients; None if one does not have the placements of its parameter.
@@ -223,24 +202,26 @@ class AddressBook:
                 return None
             spec = spec_of(g)
             if spec is not self._gradient_specs[i]:
-                if not _cut_alike(spec, self._specs[i]):
+                if not (spec.placements == self._specs[i].placements and spec.mesh == self._specs[i].mesh):
                     return None
                 self._gradient_specs[i] = spec
             gradients.append(local_tensor(g))
         return gradients
 
 
-def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    return a == b or all(x == y for size, x, y in zip(shape, a, b, strict=True) if size != 1)
+def _is_freed(t: Tensor) -> bool:
+    return t.numel() > 0 and t.data_ptr() == 0
 
 
-def _has_memory(t: Tensor, numel: int) -> bool:
-    """Whether a tensor is plain, and its storage has not been freed or shrunk."""
-    if type(t) not in PLAIN or t.layout is not torch.strided:
-        return False
-    end = (t.storage_offset() + numel) * t.itemsize
-    return not numel or (t.data_ptr() != 0 and end <= t.untyped_storage().nbytes())
+def _are_plain(tensors: Sequence[Any]) -> bool:
+    return _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
-def _cut_alike(a: Any, b: Any) -> bool:
-    return bool(a.placements == b.placements and a.mesh == b.mesh)
+def _have_strides(tensors: Sequence[Tensor], strides: list[tuple[int, ...]]) -> bool:
+    """Return whether tensors of the right shapes have these strides. Those of dimensions of size 1 do not matter."""
+    return list(map(Tensor.stride, tensors)) == strides or all(
+        x == y
+        for t, there in zip(tensors, strides, strict=True)
+        for size, x, y in zip(t.shape, t.stride(), there, strict=True)
+        if size != 1
+    )

@@ -1,171 +1,155 @@
-"""What ranks that share matrices exchange besides the matrices: checks that they agree, norms, and state."""
+"""Compare things on all ranks. A difference raises the same error on every rank, which names what differs and where.
+
+:func:`check_same` compares a mapping of names to values. While all ranks have the same, it exchanges two numbers. Only
+after a difference the ranks also exchange what they have, to tell which name it is.
+"""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat._torch import foreach_copy_
-from offbeat.engine.options import Options
-from offbeat.engine.owners import rounds
+__all__ = ["Difference", "Peers", "check_same", "check_same_bits"]
 
-__all__ = [
-    "check_same_gradients",
-    "check_same_kinds",
-    "check_same_norms",
-    "check_same_parameters",
-    "check_same_step",
-    "check_shared_work",
-    "norms_of_owners",
-    "send_from_owners",
-]
-
-#: Bytes of state that are sent at once. A single tensor may need more.
-PACKED_BYTES = 64 << 20
+#: How much of a value an error message shows.
+SHOWN = 200
 
 
-def check_same_parameters(shapes: Any, group: Any, device: torch.device) -> None:
-    """Raise on all ranks unless all ranks of the group pass the same shapes."""
-    if not _same(repr(shapes), group, device):
-        raise RuntimeError(
-            "the ranks have different parameters, or the same in another order, so they cannot share the work; build "
-            "the same model and the same groups on every rank"
+class Peers(Protocol):
+    """Ranks that can exchange tensors. Collectives return something with ``wait()``."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        """Replace the tensor by the sum (or ``"max"``) over all ranks."""
+
+    def all_gather(self, out: Tensor, own: Tensor) -> Any:
+        """Collect the flat tensors of all ranks in ``out``, one after the other."""
+
+
+class Difference(NamedTuple):
+    """The first name whose values differ, and what each rank has: the value as text, or None if it has none."""
+
+    name: str
+    values: list[str | None]
+
+    def __str__(self) -> str:
+        """Describe who has what, such as ``0.1 on rank 0, 2, 0.2 on rank 1``."""
+        ranks: dict[str | None, list[int]] = {}
+        for rank, value in enumerate(self.values):
+            ranks.setdefault(value, []).append(rank)
+        return ", ".join(
+            f"{'nothing' if value is None else value} on rank {', '.join(map(str, having))}"
+            for value, having in ranks.items()
         )
 
 
-def check_same_gradients(gradients: Sequence[Tensor], group: Any) -> None:
-    """Raise on all ranks unless all ranks of the group have the same gradients, bit for bit.
+def check_same(
+    values: Mapping[str, Any],
+    peers: Peers | dist.ProcessGroup | None,
+    device: torch.device,
+    explain: Callable[[Difference], Exception],
+    *,
+    error: Exception | None = None,
+) -> None:
+    """Raise, on every rank alike, unless all ranks have the same values and none has an error.
 
-    Makes one pass over the gradients: their bits are summed as integers, so the order does not matter.
+    Every rank must call this together.
+
+    Args:
+        values: what this rank has, by name. Values are compared by their ``repr``.
+        peers: the ranks: peers, a process group, or None for all ranks.
+        device: where the ranks exchange tensors.
+        explain: makes the error from the first difference.
+        error: why this rank cannot go on, if that is so. This rank then raises it; the others raise a RuntimeError.
     """
-    total = torch.zeros((), dtype=torch.int64, device=gradients[0].device)
-    for g in gradients:
-        total += g.contiguous().view(_WORDS[g.element_size()]).sum(dtype=torch.int64)
-    if not _agree(total & (2**62 - 1), group):
+    ranks = _Group(peers) if peers is None or isinstance(peers, dist.ProcessGroup) else peers
+    text = "" if error is not None else repr({name: repr(value) for name, value in values.items()})
+    if _are_same(torch.tensor(_digest(text), dtype=torch.int64, device=device), ranks) and error is None:
+        return
+    said = _exchange_text(_shortened(values, error), ranks, device)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {words['error']}" for rank, words in enumerate(said) if "error" in words]
+    if failed:
         raise RuntimeError(
-            "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
-            "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+            f"another rank cannot go on, so no rank does, and none has changed anything ({'; '.join(failed)})"
         )
+    entries = [words["values"] for words in said]
+    names = list(dict.fromkeys(name for entry in entries for name in entry))
+    for name in names:
+        having = [entry.get(name) for entry in entries]
+        if any(value != having[0] for value in having):
+            raise explain(Difference(name, [None if value is None else value[1] for value in having]))
+    raise explain(Difference("the order of names", [", ".join(entry) for entry in entries]))
 
 
-def check_same_kinds(kinds: Sequence[str], group: Any, device: torch.device) -> None:
-    """Raise on all ranks unless the same parameters have gradients, of the same types, on every rank."""
-    if not _same(repr(kinds), group, device):
-        raise RuntimeError(
-            "the ranks have gradients for different parameters, so they cannot compute one norm of all gradients; make "
-            "sure that all ranks use the same parameters, or fill in zeros for gradients that are missing"
-        )
+def check_same_bits(tensors: Sequence[Tensor], group: Any, explain: Callable[[], Exception]) -> None:
+    """Raise, on every rank alike, unless all ranks of the group have the same tensors, bit for bit.
+
+    Makes one pass over the tensors: their bits are summed as integers, so the order does not matter.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for t in tensors:
+        total += t.contiguous().view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64)
+    if not _are_same(total & (2**62 - 1), _Group(group)):
+        raise explain()
 
 
-def check_same_norms(norms: Sequence[Tensor], group: Any) -> None:
-    """Raise on all ranks unless every rank has the same norms of gradients that DDP does not reduce."""
-    if not _same(repr([norm.item() for norm in norms]), group, norms[0].device):
-        raise RuntimeError(
-            "parameters outside of the DistributedDataParallel module have different gradients on the ranks, so the "
-            "ranks would clip differently; average these gradients first, or put the parameters into the module"
-        )
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+class _Group:
+    """A process group as :class:`Peers`."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Any:
+        return dist.all_reduce(tensor, getattr(dist.ReduceOp, op.upper()), group=self.group, async_op=True)
+
+    def all_gather(self, out: Tensor, own: Tensor) -> Any:
+        return dist.all_gather_into_tensor(out, own, group=self.group, async_op=True)
 
 
-def _same(text: str, group: Any, device: torch.device) -> bool:
-    return _agree(torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device), group)
-
-
-def _agree(number: Tensor, group: Any) -> bool:
+def _are_same(number: Tensor, ranks: Peers) -> bool:
+    """Return whether all ranks have the same non-negative number."""
     pair = torch.stack([number, -number])
-    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+    ranks.all_reduce(pair, "max").wait()
     high, low = pair.tolist()
     return bool(high == -low)
 
 
-def check_same_step(
-    names: Sequence[str], about: Mapping[str, str], group: Any, device: torch.device, error: Exception | None = None
-) -> None:
-    """Raise, on every rank alike, if a rank cannot take the step or if the ranks would take different ones.
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
-    Two numbers are exchanged. Only if they differ, one more for each name tells what it is that differs.
 
-    Args:
-        names: ``"gradients"`` and the names of options; the same on every rank.
-        about: for each name what this rank has, in words.
-        error: why this rank cannot take the step.
-
-    Raises:
-        Exception: ``error``, on the ranks that have one.
-        RuntimeError: another rank has an error, or the ranks differ.
-    """
-    digest = -1 if error is not None else zlib.crc32(repr([about[name] for name in names]).encode())
-    same = _agree(torch.tensor(digest, dtype=torch.int64, device=device), group)
+def _shortened(values: Mapping[str, Any], error: Exception | None) -> str:
+    """Return a digest and the beginning of each value as JSON, from which other ranks can tell what differs."""
     if error is not None:
-        if not same:
-            _compare([1] + [0] * len(names), group, device)
-        raise error
-    if same:
-        return
-    failed, *alike = _compare([0] + [zlib.crc32(about[name].encode()) for name in names], group, device)
-    if not failed:
-        raise RuntimeError(
-            "another rank cannot take this step; the error of that rank says why. No rank has changed anything"
-        )
-    name = next(name for name, is_same in zip(names, alike, strict=True) if not is_same)
-    if name == "gradients":
-        raise RuntimeError(
-            "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
-            "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
-        )
-    raise RuntimeError(
-        f"the ranks have different values of the option {name!r} (here {about[name]}), so that their parameters would "
-        "drift apart; set it to the same value in the param groups of every rank. No rank has changed anything"
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:SHOWN]})
+    words = {name: repr(value) for name, value in values.items()}
+    return json.dumps(
+        {"values": {n: [_digest(w), w if len(w) <= SHOWN else f"{w[:SHOWN]}..."] for n, w in words.items()}}
     )
 
 
-def _compare(numbers: Sequence[int], group: Any, device: torch.device) -> list[bool]:
-    """For each of these numbers, whether all ranks of the group have the same."""
-    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
-    pair = torch.stack([mine, -mine])
-    dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
-    return [high == -low for high, low in zip(*pair.tolist(), strict=True)]
-
-
-def check_shared_work(work: Sequence[tuple[Options, Any]], group: Any, device: torch.device) -> None:
-    """Raise, on every rank alike, unless all ranks of the group are about to do the same, with the same options.
-
-    Args:
-        work: for each group of parameters its options, and what is done to which of them.
-    """
-    about = {"gradients": repr([what for _, what in work])}
-    for name in work[0][0].words:
-        about[name] = ", ".join(options.words[name] for options, _ in work)
-    check_same_step(list(about), about, group, device)
-
-
-def norms_of_owners(norms: Sequence[Tensor], mine: Sequence[bool], group: Any) -> list[Tensor]:
-    """The norm of each matrix, from its owner. Every rank gets the same bits."""
-    wide = [norm.double() if here else torch.zeros_like(norm).double() for norm, here in zip(norms, mine, strict=True)]
-    found = torch.stack(wide)
-    dist.all_reduce(found, group=group)  # all but one are zero, so the order of the sum does not matter
-    return [one.to(norm.dtype) for one, norm in zip(found.unbind(), norms, strict=True)]
-
-
-def send_from_owners(tensors: Sequence[Tensor], owners: Sequence[int], group: Any) -> None:
-    """Copy each tensor from its owner to all ranks of the group, packed in buffers of bounded size."""
-    kinds: dict[Any, list[Tensor]] = {}
-    for t, owner in zip(tensors, owners, strict=True):
-        kinds.setdefault((owner, t.dtype, t.device), []).append(t)
-    for (owner, dtype, device), some in kinds.items():
-        source = dist.get_global_rank(group, owner) if group is not None else owner
-        for positions in rounds([t.nbytes for t in some], [0] * len(some), 1, PACKED_BYTES):
-            packed = [some[i] for i in positions]
-            flat = torch.empty(sum(t.numel() for t in packed), dtype=dtype, device=device)
-            parts = torch.split(flat, [t.numel() for t in packed])
-            pieces = [part.view(t.shape) for part, t in zip(parts, packed, strict=True)]
-            foreach_copy_(pieces, packed)
-            dist.broadcast(flat.view(torch.uint8), source, group=group)
-            foreach_copy_(packed, pieces)
+def _exchange_text(text: str, ranks: Peers, device: torch.device) -> list[dict[str, Any]]:
+    """Return the text of every rank, decoded, in the order of ranks."""
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    ranks.all_reduce(length, "max").wait()
+    size = int(length.item())
+    padded = torch.tensor(list(encoded.ljust(size)), dtype=torch.uint8, device=device)
+    out = torch.empty(ranks.size * size, dtype=torch.uint8, device=device)
+    ranks.all_gather(out, padded).wait()
+    everything = bytes(out.tolist())
+    return [json.loads(everything[i * size : (i + 1) * size]) for i in range(ranks.size)]

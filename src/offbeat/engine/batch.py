@@ -19,8 +19,8 @@ from torch.autograd.graph import increment_version
 from offbeat._torch import set_grad_enabled
 from offbeat.engine.addresses import AddressBook
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
-from offbeat.engine.extras import Extras
 from offbeat.engine.foreach import pieces_of, run_foreach
+from offbeat.engine.grad_transforms import GradTransforms
 from offbeat.engine.loop import run_compact, run_loop
 from offbeat.engine.member import Member
 from offbeat.engine.options import Options
@@ -51,14 +51,14 @@ class Batch:
     _symbolic = False  # whether coefficients are 0-d tensors
 
     def __init__(self, options: Options, members: Sequence[Member]) -> None:
-        one = members[0]
-        self.dtypes, self.on_device, self.distributed = one.dtypes, one.on_device, one.distributed
+        first = members[0]
+        self.dtypes, self.on_device, self.distributed = first.dtypes, first.on_device, first.distributed
         self.params = [m.param for m in members]
         self.shards = [m.columns[0] for m in members]
-        self.columns = [[m.columns[c] for m in members] for c in range(2, len(one.columns))]
-        count = 0 if self._symbolic else len(one.scalars)
+        self.columns = [[m.columns[c] for m in members] for c in range(2, len(first.columns))]
+        count = 0 if self._symbolic else len(first.scalars)
         self.scalars = [ScalarColumn([m.scalars[i] for m in members]) for i in range(count)]
-        self.scales = [[m.scales[i] for m in members] for i in range(len(one.scales))]
+        self.scales = [[m.scales[i] for m in members] for i in range(len(first.scales))]
         self.keeps = all(map(_can_stay, members))
         self._gradients: list[Tensor | None] = [None if m.idle else m.columns[1] for m in members]
         self._own_gradients = all(m.own_gradient for m in members)
@@ -100,26 +100,26 @@ class Batch:
         return True
 
     def shared(self, options: Options) -> dict[Any, list[Any]]:
-        """By process group, what :meth:`run` does together with other ranks, which must do the same."""
+        """Return, by process group, the work that :meth:`run` shares with other ranks."""
         return {}
 
     def check_copies(self, options: Options) -> None:
         """Raise, on every rank alike, unless ranks that share work have the same gradients for it."""
 
-    def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can apply these extras in the same pass."""
+    def takes(self, transforms: GradTransforms) -> bool:
+        """Return whether :meth:`run` can apply these transforms in the same pass."""
         return False
 
-    def run(self, options: Options, extras: Extras, state: State) -> None:
+    def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""
         if self._count:
             active = self._active()
-            self._run(options, extras, state, active)
+            self._run(options, transforms, state, active)
             self._first = None
         self.release()
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
-        """The same, for the members with the indices ``active`` (None: all)."""
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
+        """Update the members with the indices ``active`` (None: all)."""
         raise NotImplementedError
 
     def _active(self) -> Sequence[int] | None:
@@ -158,7 +158,7 @@ class CpuBatch(Batch):
         self._elements = sum(self._numel)
         self._all_first = array("q", bytes(8 * len(self.shards)))
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         self._begin_late(options, active)
         chosen = self._all_first if self.sets.chosen is None else array("q", self.sets.chosen)
         flat = array("d", [row[name] for row in self.sets.sets for name in options.program.coefficients])
@@ -172,20 +172,14 @@ class CpuBatch(Batch):
 class TensorBatch(Batch):
     """A batch whose tier takes lists of tensors."""
 
-    _reads_memory = False  # whether the tier works on addresses too
-    _needs_strides = False  # whether the tier needs the strides that tensors had before
-
     def read(self, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
         """Take the gradients of the next step (None: from ``.grad``); False if the batch does not fit any more."""
-        given = [p.grad for p in params] if grads is None else list(grads)
-        if self._reads_memory:
-            count = self.book.read(params, given)
-        else:
-            count = self.book.check(params, given, strides=self._needs_strides)
+        gradients = [p.grad for p in params] if grads is None else list(grads)
+        count = self.book.read(params, gradients)
         if count is None:
             return False
         self._count = count
-        self._gradients = [None if g is None else local(g) for g in given] if self.distributed else given
+        self._gradients = [None if g is None else local(g) for g in gradients] if self.distributed else gradients
         return True
 
     def _active(self) -> Sequence[int] | None:
@@ -197,14 +191,14 @@ class TensorBatch(Batch):
 
 
 class UnrecordedBatch(TensorBatch):
-    """A batch of whose updates autograd learns nothing."""
+    """A batch whose updates autograd does not record."""
 
-    def run(self, options: Options, extras: Extras, state: State) -> None:
+    def run(self, options: Options, transforms: GradTransforms, state: State) -> None:
         """Change the parameters and their state, if there is a gradient."""
         recording = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            super().run(options, extras, state)
+            super().run(options, transforms, state)
         finally:
             set_grad_enabled(recording)
 
@@ -230,7 +224,7 @@ class ForeachBatch(ListBatch):
         self._typed = options.typed(self.dtypes)
         self._pieces = pieces_of(self._typed, self.shards)
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         if self._typed.program is not options.program:
             self._typed = options.typed(self.dtypes)
         self._begin_late(options, active)
@@ -239,9 +233,9 @@ class ForeachBatch(ListBatch):
         else:
             for which, row in enumerate(self.sets.sets):
                 members = range(len(self.params)) if active is None else active
-                mine = [i for i in members if self.sets.number(i) == which]
-                if mine:
-                    run_foreach(self._typed, self._lists(mine), row)
+                rows = [i for i in members if self.sets.number(i) == which]
+                if rows:
+                    run_foreach(self._typed, self._lists(rows), row)
         self.sets.store(options.scalar_keys, self.scalars, active)
         self._tell_autograd(active)
 
@@ -249,7 +243,6 @@ class ForeachBatch(ListBatch):
 class NativeBatch(ListBatch):
     """One call of torch's own fused operator, which reads the counters itself: the host does not wait for them."""
 
-    _needs_strides = True
     _checked: Options | None = None
 
     def _set_up(self, options: Options) -> None:
@@ -265,7 +258,7 @@ class NativeBatch(ListBatch):
             self._checked = options
         return True
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         for column in self.scalars:  # the operator expects counters that include this step
             column.count(active)
         p, g, *_ = self._lists(active)
@@ -289,7 +282,7 @@ class LoopBatch(TensorBatch):
     def _set_up(self, options: Options) -> None:
         pass  # nothing is read again
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Any) -> None:
         if not self._symbolic:
             self._begin_late(options, active)
             self.sets.store(options.scalar_keys, self.scalars, active)
@@ -328,7 +321,7 @@ class LoopBatch(TensorBatch):
 
 
 def _can_stay(m: Member) -> bool:
-    """Whether a later step can tell from addresses, dtypes, shapes and strides that a member's tensors still fit."""
+    """Return whether addresses, dtypes, shapes and strides tell a later step that a member's tensors still fit."""
     p = m.columns[0]
     plain = m.simple and m.rows is None and all(is_plain(t) and has_storage(t) for t in m.columns)
     return plain and all(is_dense(t) and same_layout(t, p) for t in m.columns)

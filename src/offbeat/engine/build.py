@@ -17,15 +17,15 @@ from offbeat.engine.cuda.kernel import TritonError, why_no_kernel
 from offbeat.engine.cuda.launch import DeviceBatch
 from offbeat.engine.cuda.numbers import NotTraceable
 from offbeat.engine.cuda.source import Variant
-from offbeat.engine.extras import Extras
+from offbeat.engine.first_step import is_before_first_step, mark_before_first_step
+from offbeat.engine.grad_transforms import GradTransforms
 from offbeat.engine.gradients import check_gradient
-from offbeat.engine.matrix import WHOLE, MatrixBatch
+from offbeat.engine.matrix.matrices import WHOLE, MatrixBatch
 from offbeat.engine.member import Created, Member, align, make_member
 from offbeat.engine.options import Options
 from offbeat.engine.precision import converted, is_stored_otherwise
 from offbeat.engine.state import State, new_state
 from offbeat.engine.tensors import has_values, local
-from offbeat.engine.unbegun import is_unbegun, mark_unbegun
 from offbeat.errors import CaptureError
 
 _CAPTURABLE = ("cuda", "xpu", "hpu", "xla")
@@ -66,25 +66,25 @@ class Part:
             self._arrange(members)  # a parameter without a gradient may have an invalid counter
         self.choices: dict[int, Choice] = {id(m.param): m.choice for m in members}
 
-    def _members(self, given: Sequence[tuple[Tensor, Tensor]]) -> list[Member]:
+    def _members(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Member]:
         """The parameters that have a gradient, with their state and tier."""
         options, state = self.options, self.state
-        for p, _ in given:
+        for p, _ in pairs:
             entry = state.get(p)
             if entry and is_stored_otherwise(entry, options.slots):
                 was = "8bit" if any(key.endswith("_8bit") for key in entry) else None
                 self._restored.append((p, converted(entry, p, options.slots, was, vars(options.h).get("state_dtype"))))
         others = {id(p): entry for p, entry in self._restored}
-        entries, self._created = new_state(options.slots, options.h, [p for p, _ in given], state, others)
+        entries, self._created = new_state(options.slots, options.h, [p for p, _ in pairs], state, others)
         newborn = {id(p) for p, _, _ in self._created}
         return [
             self._member(p, g, entry, id(p) in newborn or self._is_marked(entry), self._created)
-            for (p, g), entry in zip(given, entries, strict=True)
+            for (p, g), entry in zip(pairs, entries, strict=True)
         ]
 
     def _is_marked(self, entry: dict[str, Any]) -> bool:
-        """Whether the state is marked as unused by any step, for rules that do not count steps."""
-        return self.options.marks and all(is_unbegun(local(entry[key])) for key in self.options.tensor_keys)
+        """Return whether the state is marked as unused by any step, for rules that do not count steps."""
+        return self.options.marks and all(is_before_first_step(local(entry[key])) for key in self.options.tensor_keys)
 
     def _member(self, p: Tensor, g: Tensor, entry: dict[str, Any], first: bool, created: Created) -> Member:
         member = make_member(self.options, p, g, entry, first, created)
@@ -102,7 +102,7 @@ class Part:
         return member
 
     def _is_on_device(self, member: Member) -> bool:
-        """Whether the coefficients of an update are computed on the device."""
+        """Return whether the coefficients of an update are computed on the device."""
         p, h = member.columns[0], self.options.h
         if not uses_triton(member.choice, p.device) or any(t.device != p.device for t in member.scalars):
             return False
@@ -117,7 +117,7 @@ class Part:
 
         With them, a batch also fits later steps in which other parameters have gradients.
         """
-        found: list[Member] = []
+        idle: list[Member] = []
         wanted = [slot.key for slot in self.options.slots]
         for p in self.params:
             entry = self.state.get(p) or {}
@@ -137,8 +137,8 @@ class Part:
                 continue
             if member.simple and not created and member.choice.tier != "loop":
                 member.idle = True
-                found.append(member)
-        return found
+                idle.append(member)
+        return idle
 
     def _arrange(self, members: list[Member]) -> None:
         """Group the members into batches, and compute their coefficients."""
@@ -151,7 +151,7 @@ class Part:
             scalars = tuple(t.dtype for t in m.scalars)
             kind = (m.choice.tier, m.columns[0].device, m.dtypes, m.keys, scalars, m.on_device, m.distributed, alone)
             groups.setdefault(kind, []).append(m)
-        self.batches = [(self._batch(some), [position[id(m.param)] for m in some]) for some in groups.values()]
+        self.batches = [(self._batch(group), [position[id(m.param)] for m in group]) for group in groups.values()]
         for batch, _ in self.batches:
             batch.prepare(options)
         split = len({key[:-1] for key in groups}) < len(groups)  # only in this step
@@ -180,20 +180,20 @@ class Part:
 
     @property
     def is_current(self) -> bool:
-        """Whether no state was added or replaced since the batches were built."""
+        """Return whether no state was added or replaced since the batches were built."""
         return self._clock == self.state.clock[0]
 
     def fits(self, options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None] | None) -> bool:
-        """Whether the batches fit this step too; if so, they are ready to run."""
+        """Return whether the batches fit this step too; if so, they are ready to run."""
         if not self.is_current or len(params) != len(self.params) or options.kind != self.options.kind:
             return False
         if self._outside and any((params[i].grad if grads is None else grads[i]) is not None for i in self._outside):
             return False
         for batch, positions in self.batches:
-            mine = params if self._whole else [params[i] for i in positions]
-            given = grads if self._whole or grads is None else [grads[i] for i in positions]
+            batch_params = params if self._whole else [params[i] for i in positions]
+            batch_grads = grads if self._whole or grads is None else [grads[i] for i in positions]
             try:
-                ready = batch.read(mine, given) and batch.prepare(options)
+                ready = batch.read(batch_params, batch_grads) and batch.prepare(options)
             except (ArithmeticError, ValueError, RuntimeError):
                 ready = False  # perhaps a parameter without a gradient has an invalid counter; rebuild to find out
             if not ready:
@@ -201,9 +201,9 @@ class Part:
                 return False
         return True
 
-    def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can apply these extras in the same pass."""
-        return all(batch.takes(extras) for batch, _ in self.batches)
+    def takes(self, transforms: GradTransforms) -> bool:
+        """Return whether :meth:`run` can apply these transforms in the same pass."""
+        return all(batch.takes(transforms) for batch, _ in self.batches)
 
     def commit(self) -> None:
         """Store the state that was created."""
@@ -211,7 +211,7 @@ class Part:
             self.state[p] = entry
         for p, key, value in self._created:
             if self.options.marks and not self.options.symbolic:
-                mark_unbegun(value)  # the device may still skip the step
+                mark_before_first_step(value)  # the device may still skip the step
             self.state[p][key] = value
         self._restored, self._created = [], []
 
@@ -219,10 +219,10 @@ class Part:
         """Call this when all state of the step is stored, so that later changes of the state are noticed."""
         self._clock = self.state.clock[0]
 
-    def run(self, options: Options, extras: Extras) -> None:
+    def run(self, options: Options, transforms: GradTransforms) -> None:
         """Change the parameters and their state."""
         for batch, _ in self.batches:
-            batch.run(options, extras, self.state)
+            batch.run(options, transforms, self.state)
 
     def release(self) -> None:
         """Drop references to gradients: the step is done, or does not happen."""
@@ -234,12 +234,12 @@ def check_gradients(
     options: Options, params: Sequence[Tensor], grads: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor]]:
     """The parameters that have a gradient, with their gradients. Raises if a gradient does not fit."""
-    given = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
-    for p, g in given:
+    pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    for p, g in pairs:
         check_gradient(options.rule, options.h, p, g)
         if options.h.capturable and p.device.type not in _CAPTURABLE:
             raise CaptureError(
                 f"If capturable=True, params and state_steps must be on supported devices: {list(_CAPTURABLE)}, "
                 f"but one is on {p.device}; leave capturable out"
             )
-    return given
+    return pairs

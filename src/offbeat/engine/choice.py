@@ -77,7 +77,7 @@ def choose(options: Options, tensors: list[Tensor], program: Program | None = No
         return Choice("foreach", "foreach=True")
     why_not = _why_not_fused(options, tensors, program)
     if why_not is None:
-        return Choice("fused", "the fastest for these tensors")
+        return Choice("fused", "one kernel, compiled from the rule")
     # On other devices the counters are not where torch's operators expect them.
     if p.device.type == "cpu" and program is None and _why_not_native(options, tensors) is None:
         return Choice("native", f"torch's own operator, because {why_not}")
@@ -119,7 +119,7 @@ def _why_not_native(options: Options, tensors: list[Tensor]) -> str | None:
 
 
 def uses_triton(choice: Choice, device: torch.device) -> bool:
-    """Whether a choice runs a Triton kernel."""
+    """Return whether a choice runs a Triton kernel."""
     return choice.tier == "fused" and (device.type != "cpu" or is_interpreting())
 
 

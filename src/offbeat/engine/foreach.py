@@ -66,19 +66,19 @@ def run_foreach(
 def pieces_of(typed: TypedProgram, tensors: Sequence[Tensor]) -> list[list[int]]:
     """Which of these tensors to update at once: a bounded number of elements, or one tensor that has more."""
     limit, size = _limit(typed, tensors[0]), 0
-    found: list[list[int]] = []
+    pieces: list[list[int]] = []
     small: list[int] = []
     for i, t in enumerate(tensors):
         numel = t.numel()
         if numel > limit:
-            found.append([i])
+            pieces.append([i])
             continue
         if small and size + numel > limit:
-            found.append(small)
+            pieces.append(small)
             small, size = [], 0
         small.append(i)
         size += numel
-    return [*found, small] if small else found
+    return [*pieces, small] if small else pieces
 
 
 def _limit(typed: TypedProgram, t: Tensor) -> int:
@@ -90,9 +90,9 @@ def _numbers(program: Program, constant: Numbers, coefficients: dict[str, float]
     values: list[Any] = [None] * len(program.tensors)
     values += [coefficients[name] for name in program.coefficients]
     values += [None] * (len(program.instructions) - len(values))
-    for number, one in constant.maths:
-        operands = (a.value if isinstance(a, Constant) else values[a] for a in one.args)
-        values[number] = OPERATIONS[one.op].number(*operands)
+    for number, instruction in constant.maths:
+        operands = (a.value if isinstance(a, Constant) else values[a] for a in instruction.args)
+        values[number] = OPERATIONS[instruction.op].number(*operands)
     return values
 
 

@@ -46,14 +46,14 @@ class Numbers(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def numbers_of(program: Program) -> Numbers:
     """The instructions whose value is one number for all tensors."""
-    every = {number for number, one in enumerate(program.instructions) if one.op == "scalar"}
+    every = {number for number, instruction in enumerate(program.instructions) if instruction.op == "scalar"}
     maths = []
-    for number, one in program.maths:
-        if all(isinstance(a, Constant) or a in every for a in one.args):
+    for number, instruction in program.maths:
+        if all(isinstance(a, Constant) or a in every for a in instruction.args):
             every.add(number)
-            maths.append((number, one))
-    choices = [one for number, one in program.maths if one.op == "where" and number not in every]
-    conditions = tuple(one.args[0] for one in choices if one.args[0] in every)
+            maths.append((number, instruction))
+    choices = [(n, instruction.args[0]) for n, instruction in program.maths if instruction.op == "where"]
+    conditions = tuple(condition for n, condition in choices if n not in every and condition in every)
     return Numbers(tuple(maths), conditions, frozenset(every))
 
 
@@ -99,11 +99,11 @@ class _Planner:
         self._instructions: dict[int, Instruction] = {}  # what is left to compute
         self._outputs = self._simplify(dict(zip(numbers_of(program).conditions, decided, strict=True)))
         self._drop_unused()
-        self._uses = [a for one in self._instructions.values() for a in one.args if isinstance(a, int)]
+        self._uses = [a for instruction in self._instructions.values() for a in instruction.args if isinstance(a, int)]
         self._sums: dict[int, _Sum] = {}
-        for number, one in self._instructions.items():
-            if (found := self._sum(one)) is not None:
-                self._sums[number] = found
+        for number, instruction in self._instructions.items():
+            if (weighted_sum := self._sum(instruction)) is not None:
+                self._sums[number] = weighted_sum
         # The list in which each value is stored: a result that overwrites an operand is stored in that operand's.
         self._home = {number: number for number in range(len(program.tensors))}
         self._kept = () if own_gradients else (_GRADIENT,)
@@ -115,11 +115,13 @@ class _Planner:
         inside = {inner for sum in self._sums.values() for inner in sum.inner}
         inputs = [f"x{i}" for i in range(len(self._program.tensors))]
         lines = [f"def plan({', '.join(inputs)}, numbers, dtype):", "count = len(x0)"]
-        for number, one in self._instructions.items():
+        for number, instruction in self._instructions.items():
             if number not in inside:
-                lines.append(
-                    self._add_product(number, self._sums[number]) if number in self._sums else self._line(number, one)
+                weighted_sum = self._sums.get(number)
+                line = (
+                    self._line(number, instruction) if weighted_sum is None else self._add_product(number, weighted_sum)
                 )
+                lines.append(line)
                 # Memory that is free is used for the next result, and is still in the cache.
                 dead = {self._home[a] for a, last in self._last_use.items() if last == number}
                 lines += [f"x{a} = None" for a in sorted(dead - {self._home.get(number)} - set(range(len(inputs))))]
@@ -130,21 +132,21 @@ class _Planner:
         """Make the choices that are decided, and compute what occurs twice once. Returns the outputs."""
         same: dict[int, Any] = {}
         seen: dict[str, int] = {}
-        for number, one in self._program.maths:
+        for number, instruction in self._program.maths:
             if number in self._numbers:
                 continue
-            args = tuple(same.get(a, a) if isinstance(a, int) else a for a in one.args)
-            if one.op == "where" and args[0] in decided:
+            args = tuple(same.get(a, a) if isinstance(a, int) else a for a in instruction.args)
+            if instruction.op == "where" and args[0] in decided:
                 same[number] = args[1] if decided[args[0]] else args[2]
-            elif one.op in ("mul", "div") and args[1] == Constant(1.0):
+            elif instruction.op in ("mul", "div") and args[1] == Constant(1.0):
                 same[number] = args[0]
             else:
-                one = Instruction(one.op, args)
-                first = seen.setdefault(repr(one), number)  # unlike ==, it tells 0.0 from -0.0
+                instruction = Instruction(instruction.op, args)
+                first = seen.setdefault(repr(instruction), number)  # unlike ==, it tells 0.0 from -0.0
                 if first != number:
                     same[number] = first
                     continue
-                self._instructions[number] = one
+                self._instructions[number] = instruction
                 if not any(map(self._is_list, args)):  # a choice has left numbers alone
                     self._numbers.add(number)
         return [same.get(output, output) for output in self._program.outputs]
@@ -161,13 +163,13 @@ class _Planner:
         return isinstance(a, int) and a not in self._numbers
 
     def _is_inner(self, a: Any) -> bool:
-        """Whether a value is computed here and needed once."""
+        """Return whether a value is computed here and needed once."""
         return a in self._instructions and a not in self._sums and a not in self._outputs and self._uses.count(a) == 1
 
-    def _sum(self, one: Instruction) -> _Sum | None:
+    def _sum(self, instruction: Instruction) -> _Sum | None:
         """An addition together with the product or quotient that nothing else needs, if there is such a one."""
-        orders = {"add": (one.args, one.args[::-1]), "sub": (one.args,)}.get(one.op, ())
-        sign = -1.0 if one.op == "sub" else 1.0
+        orders = {"add": (instruction.args, instruction.args[::-1]), "sub": (instruction.args,)}.get(instruction.op, ())
+        sign = -1.0 if instruction.op == "sub" else 1.0
         for base, term in orders:
             if not self._is_list(base) or not self._is_inner(term):
                 continue
@@ -183,14 +185,14 @@ class _Planner:
             if last is not None and self._is_inner(lists[0]) and all(map(self._is_list, last.args)):
                 if last.op in ("mul", "div"):
                     return _Sum(f"addc{last.op}", base, last.args, scales[0], sign, (term, lists[0]))
-                if last.op == "sub" and last.args[1] == base and one.op == "add":
+                if last.op == "sub" and last.args[1] == base and instruction.op == "add":
                     return _Sum("lerp", base, last.args[:1], scales[0], sign, (term, lists[0]))
             return _Sum("add", base, (lists[0],), scales[0], sign, (term,))
         return None
 
     def _last_uses(self) -> dict[int, int]:
         """For each value in a list, the number of the last instruction that reads it."""
-        last = {a: n for n, one in self._instructions.items() for a in one.args if self._is_list(a)}
+        last = {a: n for n, instruction in self._instructions.items() for a in instruction.args if self._is_list(a)}
         # What is computed inside an addition keeps its operands alive until then.
         for number, sum in self._sums.items():
             for a in sum.tensors:
@@ -200,7 +202,7 @@ class _Planner:
         return last | {a: len(self._program.instructions) for a in self._outputs if self._is_list(a)}
 
     def _is_free(self, a: Any, number: int) -> bool:
-        """Whether the list of ``a`` may be overwritten by the instruction ``number``, the last that reads it."""
+        """Return whether the list of ``a`` may be overwritten by the instruction ``number``, the last that reads it."""
         return (
             self._is_list(a)
             and self._last_use[a] == number
@@ -239,28 +241,28 @@ class _Planner:
         keyword = {"add": "alpha", "lerp": "weight"}.get(sum.op, "value")
         return f"{result}{self._foreach(sum.op + '_' * in_place)}({operands}, {keyword}={scale})"
 
-    def _line(self, number: int, one: Instruction) -> str:
-        args, operation = one.args, OPERATIONS[one.op]
+    def _line(self, number: int, instruction: Instruction) -> str:
+        args, operation = instruction.args, OPERATIONS[instruction.op]
         if number in self._numbers:
-            operator = self._known(f"number_{one.op}", operation.number)
+            operator = self._known(f"number_{instruction.op}", operation.number)
             return f"x{number} = {operator}({', '.join(map(self._name, args))})"
         if operation.foreach is None:
             operands = [self._name(a) if self._is_list(a) else f"repeat({self._tensor(a)})" for a in args]
-            operator = self._known(f"each_{one.op}", operation.tensor)
+            operator = self._known(f"each_{instruction.op}", operation.tensor)
             return f"{self._result(number, None, False)}list(map({operator}, {', '.join(operands)}))"
         first_stays = self._is_list(args[0]) and not self._is_free(args[-1], number)
-        if one.op in _COMMUTES and not self._is_free(args[0], number) and not first_stays:
+        if instruction.op in _COMMUTES and not self._is_free(args[0], number) and not first_stays:
             args = args[::-1]
         whole = args[0] if self._is_list(args[0]) else args[1]
         in_place = self._is_free(whole, number) and args.count(whole) == 1
-        name, operands = self._name(whole), [self._operand(one.op, a) for a in args]
+        name, operands = self._name(whole), [self._operand(instruction.op, a) for a in args]
         result = self._result(number, whole, in_place)
-        if self._is_list(args[0]) or one.op not in ("sub", "div"):
+        if self._is_list(args[0]) or instruction.op not in ("sub", "div"):
             # A number comes second in torch's multi-tensor operators.
             operands = operands if self._is_list(args[0]) else operands[::-1]
             return f"{result}{self._foreach(operation.foreach + '_' * in_place)}({', '.join(operands)})"
-        turn = self._foreach(("neg" if one.op == "sub" else "reciprocal") + "_" * in_place)
-        then = self._foreach("add_" if one.op == "sub" else "mul_")
+        turn = self._foreach(("neg" if instruction.op == "sub" else "reciprocal") + "_" * in_place)
+        then = self._foreach("add_" if instruction.op == "sub" else "mul_")
         return f"{result}{turn}({name}); {then}(x{self._home[number]}, {operands[0]})"
 
     def _operand(self, op: str, a: Any) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.exchange import cut_of
+from offbeat.engine.matrix.shared import cut_of
 from offbeat.engine.tensors import is_dtensor, local
 from offbeat.errors import GradientError
 from offbeat.rules.rule import Rule, Values

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from offbeat.engine.codec import decode, encode, round_stochastically, scaled_columns
+from offbeat.engine.eight_bit import decode, encode, round_stochastically, scaled_columns
 from offbeat.engine.tensors import compute_dtype, cut, match_layout
 from offbeat.rules.rule import Rule
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from offbeat._torch import is_zero_tensor
 from offbeat.engine.choice import Choice
-from offbeat.engine.codec import CODE_DTYPES, decode, encode, scaled_columns, scales_for
+from offbeat.engine.eight_bit import CODE_DTYPES, decode, encode, scaled_columns, scales_for
 from offbeat.engine.gradients import local_gradient
 from offbeat.engine.options import Options
 from offbeat.engine.precision import check_compact, is_compact
@@ -58,7 +58,7 @@ class Member:
 
     @property
     def distributed(self) -> bool:
-        """Whether the parameter is a DTensor."""
+        """Return whether the parameter is a DTensor."""
         return self.param is not self.columns[0] and is_dtensor(self.param)
 
     @property

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import is_traced
-from offbeat.engine.owners import Owners
 from offbeat.engine.precision import check_precision, formats, kept_slots
 from offbeat.engine.trace import Program, TypedProgram, trace
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Values, no_scalars
@@ -23,12 +22,10 @@ class Sharing(NamedTuple):
     Attributes:
         group: the process group.
         exact: whether results are sent in the dtype in which they were computed, even if it is wider than bfloat16.
-        owners: the owners of the matrices if gradients are reduced to them; None if all ranks have all gradients.
     """
 
     group: Any
     exact: bool
-    owners: Owners | None = None
 
 
 class Options:
@@ -59,25 +56,25 @@ class Options:
     def with_floats(self, changed: dict[str, float]) -> Options:
         """The same options but for some numbers, which were floats before too; as a scheduler changes them."""
         names, same_form = self.coefficient_names, self._decisive.isdisjoint(changed)
-        made = object.__new__(Options)
-        vars(made).update(vars(self))  # with what has been derived from them
-        made.h = object.__new__(Values)
-        vars(made.h).update(vars(self.h), **changed)
+        options = object.__new__(Options)
+        vars(options).update(vars(self))  # with what has been derived from them
+        options.h = object.__new__(Values)
+        vars(options.h).update(vars(self.h), **changed)
         for name in ("words", "coefficient_names"):
-            vars(made).pop(name, None)
-        if vars(made).get("constant") is not None:
-            del vars(made)["constant"]
-        if not same_form or made.coefficient_names != names:
+            vars(options).pop(name, None)
+        if vars(options).get("constant") is not None:
+            del vars(options)["constant"]
+        if not same_form or options.coefficient_names != names:
             for name in ("program", "device_program", "_decisive", "_scalars", "_slots_have_functions"):
-                vars(made).pop(name, None)
-            made._work_out()
+                vars(options).pop(name, None)
+            options._work_out()
         elif self._slots_have_functions:
-            made.slots = kept_slots(made.rule, made.h)
-        return made
+            options.slots = kept_slots(options.rule, options.h)
+        return options
 
     @functools.cached_property
     def _slots_have_functions(self) -> bool:
-        """Whether a slot has a function, which may look at the numbers that it was made with."""
+        """Return whether a slot has a function, which may look at the numbers that it was made with."""
         return any(callable(slot.init) or slot.shape is not None for slot in self.slots)
 
     @functools.cached_property
@@ -134,10 +131,10 @@ class Options:
         if changes:
             return None
         try:
-            found = self.rule.coefficients(self.on_host(), _Unread())
+            coefficients = self.rule.coefficients(self.on_host(), _Unread())
         except _Unread.Read:
             return None
-        return {name: float(value) for name, value in found.items()} | {"rounding_step": 0.0}
+        return {name: float(value) for name, value in coefficients.items()} | {"rounding_step": 0.0}
 
     @functools.cached_property
     def words(self) -> dict[str, str]:
@@ -167,7 +164,7 @@ class Options:
 
 
 class _Watched(Values):
-    """Hyperparameters that take note of which of them are read."""
+    """Hyperparameters that record which of them are read."""
 
     __slots__ = ("noted_by_offbeat",)  # a name that no hyperparameter has
 
@@ -186,7 +183,7 @@ class _Unread(Values):
     """Stored scalars of a rule that does not look at them."""
 
     class Read(Exception):
-        """One of them was looked at."""
+        """A stored scalar was read."""
 
     def __getattribute__(self, name: str) -> Any:
         raise _Unread.Read(name)
@@ -229,11 +226,11 @@ def _scalar(value: Tensor, watched: bool) -> Any:
 
 
 def has_tensors(h: Values) -> bool:
-    """Whether a hyperparameter is a tensor."""
+    """Return whether a hyperparameter is a tensor."""
     return any(
-        isinstance(one, Tensor)
+        isinstance(number, Tensor)
         for value in vars(h).values()
-        for one in (value if isinstance(value, tuple) else (value,))
+        for number in (value if isinstance(value, tuple) else (value,))
     )
 
 
@@ -255,33 +252,28 @@ class OptionsCache:
         self.rule, self._sharing = rule, sharing
         self._known: dict[int, tuple[dict[str, Any], Options]] = {}
 
-    @property
-    def has_owners(self) -> bool:
-        """Whether only owners have gradients and state of matrices."""
-        return self._sharing is not None and self._sharing.owners is not None
-
     def of(self, group: dict[str, Any]) -> Options:
         """The options of this group as they are now."""
         if (known := self._known.get(id(group))) is not None:
-            before, found = known
+            before, cached = known
             # All values are immutable, so identical objects are equal; comparing identities is faster.
             same_names = len(group) == len(before) + 1 + ("param_names" in group) and before.keys() <= group.keys()
             if same_names and all(map(is_, map(group.get, before), before.values())):
-                return found
+                return cached
             if same_names and (changed := _changed_floats(before, group)):
-                found = found.with_floats(changed)
+                cached = cached.with_floats(changed)
                 before.update(changed)
-                self._known[id(group)] = (before, found)
-                return found
+                self._known[id(group)] = (before, cached)
+                return cached
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         check_precision(self.rule, options)
-        found = Options(self.rule, options, self._sharing)
+        cached = Options(self.rule, options, self._sharing)
         self._known.pop(id(group), None)
         if all(map(_is_constant, options.values())):  # a tensor may change in place
             if len(self._known) > 64:  # groups come and go
                 self._known.clear()
-            self._known[id(group)] = (options, found)
-        return found
+            self._known[id(group)] = (options, cached)
+        return cached
 
 
 def _changed_floats(before: dict[str, Any], group: dict[str, Any]) -> dict[str, float] | None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.codec import CODE_DTYPES, decode_exactly, encode, scales_for
+from offbeat.engine.eight_bit import CODE_DTYPES, decode_exactly, encode, scales_for
+from offbeat.engine.first_step import is_before_first_step
 from offbeat.engine.gradients import shard_like
 from offbeat.engine.tensors import distributed_like, is_dense, is_dtensor, local, match_layout, same_layout
-from offbeat.engine.unbegun import is_unbegun
 from offbeat.rules.rule import Rule, Slot, Values
 
 EIGHT = "8bit"
@@ -46,7 +46,7 @@ def check_precision(rule: Rule, options: Mapping[str, Any]) -> None:
 
 
 def is_compact(h: Values) -> bool:
-    """Whether state or parameters are stored in a compact form."""
+    """Return whether state or parameters are stored in a compact form."""
     return vars(h).get("state_dtype") is not None or vars(h).get("rounding") is not None
 
 
@@ -83,8 +83,8 @@ def formats(h: Values, slots: Sequence[Slot]) -> tuple[str, ...]:
     if not is_compact(h):
         return ()
     state = [slot.form for slot in slots if not slot.scalar and slot.form not in ("compensation", "scales")]
-    found = (vars(h).get("rounding") or "plain", "plain", *state)
-    return found if any(one != "plain" for one in found) else ()
+    forms = (vars(h).get("rounding") or "plain", "plain", *state)
+    return forms if any(form != "plain" for form in forms) else ()
 
 
 def check_compact(h: Values, p: Tensor, sparse: bool) -> None:
@@ -122,7 +122,7 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
     placed = all(isinstance(t, Tensor) and is_dense(local(t)) and same_layout(local(t), local(p)) for t in there)
     if was == now and placed and all(key in entry or key == "compensation" for key in wanted):
         return {key: value for key, value in entry.items() if key != "compensation" or key in wanted}
-    found: dict[str, Any] = {}
+    new: dict[str, Any] = {}
     numbers = {key: value for key, value in in_numbers(entry).items() if value is not None}
     bases = {slot.key.removesuffix("_8bit") for slot in slots if not slot.scalar}
     if any(base in entry and entry[base] is None for base in bases) and not bases & numbers.keys():
@@ -131,28 +131,28 @@ def converted(entry: Mapping[str, Any], p: Tensor, slots: Sequence[Slot], was: A
         base = slot.key.removesuffix("_8bit")
         if slot.scalar and slot.key == "step" and "step" not in numbers:
             # Marked state has not seen a step. All shards have the mark, so all ranks decide in the same way.
-            found["step"] = 0.0 if all(_is_mark(value) for key, value in numbers.items() if key in bases) else 1.0
+            new["step"] = 0.0 if all(_is_mark(value) for key, value in numbers.items() if key in bases) else 1.0
         elif slot.form in CODE_DTYPES and base in numbers:
             x = shard_like(base, numbers[base], p)
             codes = torch.empty_like(p, dtype=slot.dtype, memory_format=torch.preserve_format, requires_grad=False)
             scales = torch.empty(scales_for(x.numel()), dtype=torch.float32, device=x.device)
             encode(match_layout(x, local(codes)), local(codes), scales, slot.form)
-            found |= {slot.key: codes, f"{base}_scale": scales}
+            new |= {slot.key: codes, f"{base}_scale": scales}
         elif slot.key in numbers and slot.form != "scales":
             value = numbers[slot.key]
             if not slot.scalar and isinstance(value, Tensor) and (was is not None or slot.dtype is not None):
                 value = value.to(slot.dtype or p.dtype)
-            found[slot.key] = value
-    known = {*wanted, *found, *bases, "compensation", "step"}
-    return found | {key: value for key, value in numbers.items() if key not in known}
+            new[slot.key] = value
+    known = {*wanted, *new, *bases, "compensation", "step"}
+    return new | {key: value for key, value in numbers.items() if key not in known}
 
 
 def _is_mark(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point() and is_unbegun(value)
+    return isinstance(value, Tensor) and value.is_floating_point() and is_before_first_step(value)
 
 
 def is_stored_otherwise(entry: Mapping[str, Any], slots: Sequence[Slot]) -> bool:
-    """Whether state is not stored as these slots require, because the options of a live group have changed."""
+    """Return whether state is not stored as these slots require, because the options of a live group have changed."""
     wants_codes = any(slot.form in CODE_DTYPES for slot in slots)
     if wants_codes != any(key.endswith("_8bit") for key in entry):
         return any(slot.key.removesuffix("_8bit") in _bases(entry) for slot in slots if not slot.scalar)
@@ -173,13 +173,13 @@ def _bases(entry: Mapping[str, Any]) -> set[str]:
 
 def in_numbers(entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry with 8-bit codes replaced by the numbers they stand for."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for key, value in entry.items():
         base = key.removesuffix("_8bit").removesuffix("_scale")
         if key.endswith("_8bit") and isinstance(value, Tensor):
             kind = "signed8" if value.dtype == torch.int8 else "unsigned8"
             x = decode_exactly(local(value), entry[f"{base}_scale"], kind)
-            found[base] = x if local(value) is value else distributed_like(value, x)
+            numbers[base] = x if local(value) is value else distributed_like(value, x)
         elif not (key.endswith("_scale") and f"{base}_8bit" in entry):
-            found[key] = value
-    return found
+            numbers[key] = value
+    return numbers

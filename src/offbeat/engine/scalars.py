@@ -44,10 +44,10 @@ class Numbers:
 
     def for_kernel(self, slots: Sequence[Slot], h: Values) -> dict[str, Any]:
         """The coefficients, including those that only kernels read: see :func:`offbeat.engine.trace.trace`."""
-        found = dict(self.coefficients)
+        numbers = dict(self.coefficients)
         if self.begins is not None:
-            found |= {"first": where(self.begins, 1.0, 0.0), "rounding_step": self.step}
-        return found | {f"initial_{slot.key}": slot.initial(h) for slot in slots if slot.late}
+            numbers |= {"first": where(self.begins, 1.0, 0.0), "rounding_step": self.step}
+        return numbers | {f"initial_{slot.key}": slot.initial(h) for slot in slots if slot.late}
 
 
 def work_out(
@@ -156,21 +156,21 @@ def coefficient_sets(
     values = [column.read() for column in columns]
     if "step" not in keys and first is not None:
         values.append([float(f) for f in first])
-    one = [column[0] for column in values]
+    first_row = [column[0] for column in values]
     if not any(column.count(column[0]) != len(column) for column in values):
-        found = CoefficientSets(None)
-        _add_set(found, options, columns, one, 0)
-        return found
+        result = CoefficientSets(None)
+        _add_set(result, options, columns, first_row, 0)
+        return result
     distinct: dict[tuple[float, ...], int] = {}
-    found = CoefficientSets([distinct.setdefault(one, len(distinct)) for one in zip(*values, strict=True)])
-    assert found.chosen is not None
+    result = CoefficientSets([distinct.setdefault(row, len(distinct)) for row in zip(*values, strict=True)])
+    assert result.chosen is not None
     for row, number in distinct.items():
-        _add_set(found, options, columns, row, found.chosen.index(number))
-    return found
+        _add_set(result, options, columns, row, result.chosen.index(number))
+    return result
 
 
 def _add_set(
-    found: CoefficientSets, options: Options, columns: Sequence[ScalarColumn], values: Sequence[float], at: int
+    result: CoefficientSets, options: Options, columns: Sequence[ScalarColumn], values: Sequence[float], at: int
 ) -> None:
     """Add the coefficients for the scalars ``values``, which the parameter with the index ``at`` has."""
     keys, rule, h = options.scalar_keys, options.rule, options.on_host()
@@ -184,9 +184,9 @@ def _add_set(
         numbers = work_out(rule, h, options.slots, before, store, _number, first=is_first, rounded=rounded)
     row = {name: float(value) for name, value in numbers.coefficients.items()}
     row["rounding_step"] = float(numbers.step)
-    found.sets.append(row)
-    found.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
-    found.begins.append(bool(numbers.begins))
+    result.sets.append(row)
+    result.stored.append({key: float(value) for key, value in numbers.stored.items() if key != "step"})
+    result.begins.append(bool(numbers.begins))
 
 
 def _unused(key: str, value: Any) -> Any:
@@ -301,15 +301,15 @@ def _lines(tensors: list[Tensor]) -> list[tuple[Tensor, list[tuple[int, int]]]]:
     Counters of parameters that had their first step at different times are in different storages, usually a few. The
     result is empty if there are many storages, or if a storage mostly holds something else.
     """
-    found: dict[tuple[int, torch.dtype], list[int]] = {}
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for i, t in enumerate(tensors):
         if t.dim() or t.requires_grad:
             return []
-        found.setdefault((storage_id(t.untyped_storage()), t.dtype), []).append(i)
-    if len(found) > max(1, len(tensors) // 8):
+        groups.setdefault((storage_id(t.untyped_storage()), t.dtype), []).append(i)
+    if len(groups) > max(1, len(tensors) // 8):
         return []
     result = []
-    for rows in found.values():
+    for rows in groups.values():
         offsets = [int(tensors[i].storage_offset()) for i in rows]
         first, size = min(offsets), max(offsets) - min(offsets) + 1
         if size > 4 * len(rows):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from offbeat.engine.codec import scales_for
+from offbeat.engine.eight_bit import scales_for
 from offbeat.engine.options import has_tensors
 from offbeat.engine.scalars import new_scalars, scalar_dtype
 from offbeat.engine.tensors import distributed_part, is_dtensor, local
@@ -61,8 +61,8 @@ class State(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> ParamState:
         self[key] = {}
-        found: ParamState = self[key]
-        return found
+        entry: ParamState = self[key]
+        return entry
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.clock[0] += 1
@@ -133,10 +133,10 @@ def new_state(
             if not isinstance(entry.get(slot.key), Tensor) and slot.shape_for(params[i].shape) is not None
         ]
         if slot.scalar:
-            made = _scalars(slot, h, [params[i] for i in lacking], [entries[i].get(slot.key) for i in lacking])
+            values = _scalars(slot, h, [params[i] for i in lacking], [entries[i].get(slot.key) for i in lacking])
         else:
-            made = [_like(slot, h, params[i]) for i in lacking]
-        for i, value in zip(lacking, made, strict=True):
+            values = [_like(slot, h, params[i]) for i in lacking]
+        for i, value in zip(lacking, values, strict=True):
             entries[i][slot.key] = value
             created.append((params[i], slot.key, value))
     return entries, created
@@ -152,10 +152,10 @@ def _like(slot: Slot, h: Values, p: Tensor) -> Tensor:
         if is_dtensor(p):
             return distributed_part(p, shape, functools.partial(slot.follows, tuple(p.shape)), float(value))
         return p.detach().new_full(shape, float(value))
-    one = complex(1, 1) if p.is_complex() else 1.0
+    unit = complex(1, 1) if p.is_complex() else 1.0
     if h.differentiable and isinstance(value, Tensor):
-        return torch.full_like(p, one, memory_format=torch.preserve_format) * value
-    return torch.full_like(p, one * float(value), dtype=slot.dtype, memory_format=torch.preserve_format)
+        return torch.full_like(p, unit, memory_format=torch.preserve_format) * value
+    return torch.full_like(p, unit * float(value), dtype=slot.dtype, memory_format=torch.preserve_format)
 
 
 def _scalars(slot: Slot, h: Values, params: Sequence[Tensor], present: Sequence[Any]) -> list[Tensor]:

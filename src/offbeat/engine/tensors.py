@@ -18,12 +18,12 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def is_plain(t: Any) -> bool:
-    """Whether ``t`` is a Tensor or a Parameter and not an instance of another subclass."""
+    """Return whether ``t`` is a Tensor or a Parameter and not an instance of another subclass."""
     return type(t) in PLAIN
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether ``t`` is a DTensor. Does not import torch.distributed.tensor if nothing else has."""
+    """Return whether ``t`` is a DTensor. Does not import torch.distributed.tensor if nothing else has."""
     if type(t) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -49,10 +49,10 @@ def changes(t: Tensor) -> int:
 
 def distributed_like(like: Any, shard: Tensor) -> Tensor:
     """A DTensor with the placements of ``like``, of which ``shard`` is this rank's part."""
-    made: Tensor = type(like).from_local(
+    whole: Tensor = type(like).from_local(
         shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
     )
-    return made
+    return whole
 
 
 def distributed_part(like: Any, shape: Sequence[int], follows: Callable[[int], bool], value: float) -> Tensor:
@@ -69,20 +69,22 @@ def distributed_part(like: Any, shape: Sequence[int], follows: Callable[[int], b
         if placement.is_shard():
             sizes[placement.dim] = shard.shape[placement.dim]
     stride = torch.empty(tuple(shape), device="meta").stride()
-    made: Tensor = type(like).from_local(
+    whole: Tensor = type(like).from_local(
         shard.new_full(sizes, value), like.device_mesh, placements, shape=torch.Size(shape), stride=stride
     )
-    return made
+    return whole
 
 
 def part_placements(like: Any, follows: Callable[[int], bool]) -> list[Any]:
     """How state of another shape than its parameter is placed: cut where it follows the parameter, else whole."""
     replicate = sys.modules["torch.distributed.tensor"].Replicate()
-    return [replicate if one.is_shard() and not follows(one.dim) else one for one in like.placements]
+    return [
+        replicate if placement.is_shard() and not follows(placement.dim) else placement for placement in like.placements
+    ]
 
 
 def has_storage(t: Tensor) -> bool:
-    """Whether the tensor has memory that a kernel can read."""
+    """Return whether the tensor has memory that a kernel can read."""
     try:
         return t.data_ptr() != 0 or t.numel() == 0
     except RuntimeError:  # a functorch or fake tensor
@@ -90,7 +92,7 @@ def has_storage(t: Tensor) -> bool:
 
 
 def lost_memory(t: Tensor) -> bool:
-    """Whether the storage of a plain tensor is too small for it: somebody has freed or shrunk it."""
+    """Return whether the storage of a plain tensor is too small for it: somebody has freed or shrunk it."""
     if not is_plain(t) or t.layout is not torch.strided or t.device.type == "meta" or not t.numel():
         return False
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
@@ -101,7 +103,7 @@ def lost_memory(t: Tensor) -> bool:
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the tensor has values: it is neither a meta tensor nor a fake one."""
+    """Return whether the tensor has values: it is neither a meta tensor nor a fake one."""
     return t.device.type != "meta" and (is_plain(t) or not is_fake(t))
 
 
@@ -112,7 +114,7 @@ def compute_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
+    """Return whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
     if t.is_contiguous():
         return True
     expected = 1
@@ -126,7 +128,7 @@ def is_dense(t: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape have the same strides (dimensions of size 1 do not matter)."""
+    """Return whether two tensors of one shape have the same strides (dimensions of size 1 do not matter)."""
     if a.stride() == b.stride() or (a.is_contiguous() and b.is_contiguous()):
         return True
     return all(x == y for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True) if size != 1)

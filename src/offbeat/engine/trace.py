@@ -59,7 +59,7 @@ class Program:
         return list(enumerate(self.instructions))[first:]
 
     def scalar(self, number: int) -> bool:
-        """Whether an instruction's value is one number for the whole tensor."""
+        """Return whether an instruction's value is one number for the whole tensor."""
         return self.instructions[number].op == "scalar"
 
 
@@ -71,7 +71,7 @@ class TypedProgram:
         program: the traced update.
         dtypes: the dtypes of p, g and the state, and with ``kahan`` of the rounding errors.
         formats: how p, g and each state tensor are stored, if not all of them ``plain``: see
-            :mod:`offbeat.engine.codec`.
+            :mod:`offbeat.engine.eight_bit`.
     """
 
     program: Program
@@ -211,10 +211,10 @@ def trace(
 
 def _check_arguments(update: Callable[..., Any], tensors: Sequence[str], others: set[str]) -> None:
     """Raise unless the update takes the parameter, the gradient and the state by these names, and nothing unknown."""
-    found = inspect.signature(update).parameters.values()
-    named = {one.name for one in found if one.kind is not one.VAR_KEYWORD}
-    missing = [] if len(named) < len(found) else [name for name in tensors if name not in named]
-    needed = {one.name for one in found if one.default is one.empty and one.kind is not one.VAR_KEYWORD}
+    parameters = inspect.signature(update).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    missing = [] if len(named) < len(parameters) else [name for name in tensors if name not in named]
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     unknown = sorted(needed - set(tensors) - others)
     if missing or unknown:
         words = [f"does not take {', '.join(missing)}"] * bool(missing)

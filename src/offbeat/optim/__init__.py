@@ -1,4 +1,4 @@
-"""What users call: torch.optim.Optimizer classes, functional and pure forms, all made from rules."""
+"""The public optimizers: torch.optim.Optimizer classes, functional and pure forms, all made from rules."""
 
 from offbeat.optim import optimizers
 from offbeat.optim.base import RuleOptimizer

@@ -17,13 +17,12 @@ from offbeat._names import check_names, nearest
 from offbeat._types import Params
 from offbeat.engine.choice import Choice
 from offbeat.engine.cuda.capture import is_capturing
-from offbeat.engine.extras import NOTHING, Extras, Work
+from offbeat.engine.engine import Engine
+from offbeat.engine.first_step import mark_before_first_step
+from offbeat.engine.grad_transforms import NO_TRANSFORMS, GradTransforms, Work
 from offbeat.engine.options import Options, hyperparameters
-from offbeat.engine.owned import gradient_of, reduced_gradient
 from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
-from offbeat.engine.step import Engine
-from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.checkpoint import check_state_dict, loaded, numbered, packed
 from offbeat.optim.sharing import SharesMatrices
 from offbeat.optim.signature import describe, signature
@@ -111,8 +110,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-        if self.owners is not None:
-            self.owners.add(self.param_groups[-1]["params"])
         if hasattr(self, "_engine") and self.rule.surface.eager_state:
             self.init_state()
 
@@ -176,17 +173,12 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._run(self._work, self._extras(clip, zero_grad))
-        if zero_grad and self.owners is not None:
-            for p in (p for group in self.param_groups for p in group["params"]):
-                p.grad = gradient_of(p)  # now zeros on every rank
+        self._run(self._work, self._grad_transforms(clip, zero_grad))
         return loss
 
     def _work(self) -> list[Work]:
         """All groups, with gradients from ``.grad``."""
-        if self.owners is None:
-            return [Work(group, group["params"], None) for group in self.param_groups]
-        return [Work(one, one["params"], list(map(reduced_gradient, one["params"]))) for one in self.param_groups]
+        return [Work(group, group["params"], None) for group in self.param_groups]
 
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
@@ -214,24 +206,14 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         params, grads = list(params), list(grads)
         if len(params) != len(grads):
             raise ValueError(f"got {len(grads)} gradients for {len(params)} parameters; pass one for each, or None")
-        self._run(lambda: self._by_group(params, grads), self._extras(clip, False))
+        self._run(lambda: self._by_group(params, grads), self._grad_transforms(clip, False))
 
-    def check_gradients(self, *, error: Exception | None = None) -> None:
-        """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing.
-
-        Args:
-            error: why this rank cannot step, if other checks have found that. With :func:`offbeat.reduce_to_owners`,
-                when every rank must call this together, the other ranks then raise too.
-        """
-        if self.owners is not None:
-            self._agree(self._work, error)
-        elif error is not None:
-            raise error
-        else:
-            self._engine.check(self._work(), self._own_state())
+    def check_gradients(self) -> None:
+        """Raise the error that ``step()`` would raise because of a gradient, if any. Changes nothing."""
+        self._engine.check(self._work(), self._own_state())
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
-        """Whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
+        """Return whether ``step_params(params, grads, clip=...)`` multiplies gradients in the same pass over memory.
 
         If so, the result has the same bits as after a separate multiplication. False until these parameters have made
         a step.
@@ -242,9 +224,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def _by_group(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Work]:
         work: dict[int, tuple[list[Tensor], list[Tensor | None]]] = {}
         for p, g in zip(params, grads, strict=True):
-            mine = work.setdefault(self._group_of(p), ([], []))
-            mine[0].append(p)
-            mine[1].append(g)
+            lists = work.setdefault(self._group_of(p), ([], []))
+            lists[0].append(p)
+            lists[1].append(g)
         return [Work(self.param_groups[i], *lists) for i, lists in work.items()]
 
     def _group_of(self, p: Tensor) -> int:
@@ -254,23 +236,22 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             group, at = self._places.get(id(p), (len(groups), 0))
             if group < len(groups) and at < len(groups[group]["params"]) and groups[group]["params"][at] is p:
                 return group
-            self._places = {id(q): (i, j) for i, one in enumerate(groups) for j, q in enumerate(one["params"])}
+            self._places = {id(q): (i, j) for i, members in enumerate(groups) for j, q in enumerate(members["params"])}
         if not isinstance(p, Tensor):
             raise TypeError(f"a parameter must be a Tensor, but got {type(p).__name__}")
         raise ValueError(
             f"a parameter of shape {tuple(p.shape)} is in no group of this optimizer; add it with add_param_group"
         )
 
-    def _run(self, work: Callable[[], list[Work]], extras: Extras) -> None:
+    def _run(self, work: Callable[[], list[Work]], transforms: GradTransforms) -> None:
         watched, state = bool(self.defaults.get("differentiable")), self._own_state()
-        found = work() if self.owners is None else self._agree(work)
-        self._engine.run(found, state, extras, self.param_groups, differentiable=watched)
+        self._engine.run(work(), state, transforms, self.param_groups, differentiable=watched)
 
-    def _extras(self, clip: Tensor | float | None, zero_grad: bool) -> Extras:
-        """What to do with gradients, including what a GradScaler leaves to the step with ``fused=True``."""
+    def _grad_transforms(self, clip: Tensor | float | None, zero_grad: bool) -> GradTransforms:
+        """Return the changes of gradients, including those that a GradScaler leaves to the step with ``fused=True``."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if clip is None and scale is None and found_inf is None and not zero_grad:
-            return NOTHING
+            return NO_TRANSFORMS
         if found_inf is not None and not isinstance(found_inf, Tensor):  # a GradScaler's sum over no gradients
             found_inf = torch.tensor(float(found_inf), device="cpu")
         if clip is not None and not isinstance(clip, Tensor):
@@ -279,7 +260,7 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             clip = torch.tensor(clip, dtype=torch.float64, device="cpu")
         if clip is not None and clip.numel() != 1:
             raise ValueError(f"clip must be one number, but it has shape {tuple(clip.shape)}")
-        return Extras(scale, found_inf, clip, zero_grad)
+        return GradTransforms(scale, found_inf, clip, zero_grad)
 
     def _check_capture(self) -> None:
         if "capturable" not in self.defaults:
@@ -309,11 +290,11 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         with torch.no_grad():
             for group in self.param_groups:
                 options = Options(self.rule, group)
-                mine = [p for p in group["params"] if id(p) in wanted]
-                _, created = new_state(options.slots, options.h, mine, state)
+                params = [p for p in group["params"] if id(p) in wanted]
+                _, created = new_state(options.slots, options.h, params, state)
                 for p, key, value in created:
                     if options.marks:
-                        mark_unbegun(value)
+                        mark_before_first_step(value)
                     state[p][key] = value
 
     def tiers(self) -> list[Choice]:
@@ -322,20 +303,19 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         After a step, this is what that step used; before the first step, it is what a step would use now. The tier is
         chosen for each parameter. If the parameters of a group have different tiers, their names are joined by ``+``.
         """
-        found = []
+        choices = []
         for group in self.param_groups:
             merged = self._engine.choices(group, self._own_state()) or [Choice("none", "the group has no parameters")]
             if len(merged) > 1:
                 tiers = list(dict.fromkeys(choice.tier for choice in merged))
                 merged = [Choice("+".join(tiers), "; ".join(map(str, merged)))]
-            found.append(merged[0])
-        return found
+            choices.append(merged[0])
+        return choices
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue exactly, in torch.optim's format; torch.optim loads it."""
         for hook in _torch.state_dict_hooks(self, "state_dict_pre"):
             hook(self)
-        self._check_all_state()
         result = packed(self, self._slots)
         for post in _torch.state_dict_hooks(self, "state_dict_post"):
             changed = post(self, result)
@@ -357,8 +337,6 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         check_state_dict(state_dict, type(self).__name__)
         state, groups = loaded(self, numbered(state_dict), self._slots)
         self.__setstate__({"state": state, "param_groups": groups})
-        if self.owners is not None:
-            self.owners.stale = False  # every rank has loaded the same state
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
 
@@ -366,9 +344,8 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         return kept_slots(self.rule, hyperparameters({**FLAGS, **self.defaults, **group}))
 
     def __getstate__(self) -> dict[str, Any]:
-        self._check_all_state()
-        found: dict[str, Any] = super().__getstate__()
-        return found
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -14,7 +14,6 @@ from offbeat._types import Group
 from offbeat.engine.choice import Choice
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.checkpoint import check_state_dict, numbered
-from offbeat.optim.lbfgs import LBFGS
 from offbeat.optim.merged import MergedState, merged_state_dict, places, split_state_dict
 
 __all__ = ["Chain"]
@@ -57,9 +56,9 @@ class Chain(Optimizer):
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         if isinstance(optimizers, Optimizer):
             raise TypeError("Chain takes one list of optimizers; write Chain([first, second])")
-        given = tuple(optimizers)
-        _check(given)
-        self._start(given)
+        members = tuple(optimizers)
+        _check(members)
+        self._start(members)
 
     def _start(self, optimizers: tuple[Optimizer, ...]) -> None:
         self.optimizers = optimizers
@@ -71,7 +70,7 @@ class Chain(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The groups of all optimizers, in order: always the same list object, updated on every access."""
-        self._groups[:] = [group for one in self.optimizers for group in one.param_groups]
+        self._groups[:] = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return self._groups
 
     @property
@@ -82,7 +81,7 @@ class Chain(Optimizer):
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The options that all optimizers have, with the values of the first."""
-        first, *others = (one.defaults for one in self.optimizers)
+        first, *others = (optimizer.defaults for optimizer in self.optimizers)
         return {key: value for key, value in first.items() if all(key in other for other in others)}
 
     def owner(self, p: Tensor) -> Optimizer:
@@ -142,26 +141,12 @@ class Chain(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if len(self.optimizers) > 1 and not _torch.is_creating_state():
-            self._check_gradients()
-        for one in sorted(self.optimizers, key=lambda one: not _has_matrices(one)):
-            one.step()
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, RuleOptimizer):
+                    optimizer.check_gradients()
+        for optimizer in sorted(self.optimizers, key=lambda optimizer: not _has_matrices(optimizer)):
+            optimizer.step()
         return loss
-
-    def _check_gradients(self) -> None:
-        """Check ours before any steps. Those that all ranks check together are told of what this rank has found."""
-        ours = [one for one in self.optimizers if isinstance(one, RuleOptimizer)]
-        together = [one for one in ours if one.owners is not None]
-        error = None
-        try:
-            for one in ours:
-                if one.owners is None:
-                    one.check_gradients()
-        except Exception as found:
-            if not together:
-                raise
-            error = found
-        for one in together:
-            one.check_gradients(error=error)
 
     def step_params(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], *, clip: Tensor | float | None = None
@@ -177,47 +162,41 @@ class Chain(Optimizer):
             TypeError: an optimizer that owns one of the parameters has no ``step_params``.
         """
         work = self.by_owner(list(params), list(grads))
-        for one, *_ in work:
-            if not hasattr(one, "step_params"):
+        for optimizer, *_ in work:
+            if not hasattr(optimizer, "step_params"):
                 raise TypeError(
-                    f"{type(one).__name__} cannot update some of its parameters with gradients that are passed in; use "
-                    f"offbeat.{type(one).__name__}, or set .grad and call step()"
+                    f"{type(optimizer).__name__} cannot update some of its parameters with gradients that are passed "
+                    f"in; use offbeat.{type(optimizer).__name__}, or set .grad and call step()"
                 )
-        for one, mine, given in work:
-            one.step_params(mine, given, clip=clip)
+        for optimizer, own_params, own_grads in work:
+            optimizer.step_params(own_params, own_grads, clip=clip)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers."""
-        for one in self.optimizers:
-            one.zero_grad(set_to_none=set_to_none)
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     def init_state(self) -> None:
         """Allocate the state of all optimizers that have ``init_state``. Changes nothing else."""
-        for one in self.optimizers:
-            if hasattr(one, "init_state"):
-                one.init_state()
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "init_state"):
+                optimizer.init_state()
 
     def share_matrices(self, process_group: Group | None = None, *, exact: bool = False) -> None:
         """Share the work of whole matrices among ranks; see :meth:`offbeat.Muon.share_matrices`."""
-        having = [cast(RuleOptimizer, one) for one in self.optimizers if _has_matrices(one)]
+        having = [cast(RuleOptimizer, optimizer) for optimizer in self.optimizers if _has_matrices(optimizer)]
         if not having:
             raise TypeError("no optimizer of this chain has matrices to share; leave share_matrices() out")
-        for one in having:
-            one.share_matrices(process_group, exact=exact)
-
-    def gather_state(self) -> None:
-        """Send the state of each matrix from its owner to all ranks; see :meth:`offbeat.Muon.gather_state`."""
-        for one in self.optimizers:
-            if isinstance(one, RuleOptimizer):
-                one.gather_state()
+        for optimizer in having:
+            optimizer.share_matrices(process_group, exact=exact)
 
     def tiers(self) -> list[Choice]:
         """For each group, the tier that runs it and the reason; see :meth:`offbeat.AdamW.tiers`."""
-        found: list[Choice] = []
-        for one in self.optimizers:
-            unknown = [Choice("none", f"{type(one).__name__} is not made from a rule")] * len(one.param_groups)
-            found += one.tiers() if hasattr(one, "tiers") else unknown
-        return found
+        choices: list[Choice] = []
+        for optimizer in self.optimizers:
+            unknown = Choice("none", f"{type(optimizer).__name__} is not made from a rule")
+            choices += optimizer.tiers() if hasattr(optimizer, "tiers") else [unknown] * len(optimizer.param_groups)
+        return choices
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to one of the optimizers.
@@ -238,7 +217,7 @@ class Chain(Optimizer):
         group = dict(param_group)
         at = group.pop("optimizer", None)
         if not isinstance(at, int) or not 0 <= at < len(self.optimizers):
-            names = ", ".join(f"{i}: {type(one).__name__}" for i, one in enumerate(self.optimizers))
+            names = ", ".join(f"{i}: {type(optimizer).__name__}" for i, optimizer in enumerate(self.optimizers))
             raise ValueError(
                 f"a group for a chain needs the key 'optimizer', the index of the optimizer that gets it ({names}), "
                 f"but got {at!r}; or call chain.optimizers[i].add_param_group"
@@ -273,14 +252,14 @@ class Chain(Optimizer):
             state_dict = state_dict if changed is None else changed
         check_state_dict(state_dict, type(self).__name__)
         parts = split_state_dict(numbered(state_dict), self.optimizers)
-        before = [(one.state, one.param_groups) for one in self.optimizers]
+        before = [(optimizer.state, optimizer.param_groups) for optimizer in self.optimizers]
         try:
-            for one, part in zip(self.optimizers, parts, strict=True):
-                one.load_state_dict(part)
+            for optimizer, part in zip(self.optimizers, parts, strict=True):
+                optimizer.load_state_dict(part)
         except BaseException:
-            for one, (state, groups) in zip(self.optimizers, before, strict=True):
-                if one.param_groups is not groups:
-                    one.__setstate__({"state": state, "param_groups": groups})
+            for optimizer, (state, groups) in zip(self.optimizers, before, strict=True):
+                if optimizer.param_groups is not groups:
+                    optimizer.__setstate__({"state": state, "param_groups": groups})
             raise
         for post in _torch.state_dict_hooks(self, "load_state_dict_post"):
             post(self)
@@ -295,7 +274,7 @@ class Chain(Optimizer):
             super().__setstate__(state)
 
     def __repr__(self) -> str:
-        lines = "\n".join(repr(one) for one in self.optimizers)
+        lines = "\n".join(repr(optimizer) for optimizer in self.optimizers)
         return "Chain (\n" + "".join(f"    {line}\n" for line in lines.splitlines()) + ")"
 
 
@@ -303,15 +282,15 @@ def _check(optimizers: tuple[Any, ...]) -> None:
     if not optimizers:
         raise ValueError("a chain needs at least one optimizer")
     seen: dict[int, int] = {}
-    for i, one in enumerate(optimizers):
-        if not isinstance(one, Optimizer):
-            raise TypeError(f"a chain takes optimizers, but item {i} is a {type(one).__name__}")
-        if isinstance(one, (LBFGS, torch.optim.LBFGS)):
+    for i, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"a chain takes optimizers, but item {i} is a {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
             raise TypeError(
-                f"{type(one).__name__} (item {i}) evaluates a closure several times and cannot be part of a chain; "
-                "step it by itself"
+                f"{type(optimizer).__name__} (item {i}) evaluates a closure several times and cannot be part of a "
+                "chain; step it by itself"
             )
-        for p in (p for group in one.param_groups for p in group["params"]):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
             if seen.setdefault(id(p), i) != i:
                 raise ValueError(
                     f"a parameter of shape {tuple(p.shape)} is in optimizer {seen[id(p)]} and in optimizer {i} of the "

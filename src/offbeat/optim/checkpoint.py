@@ -49,13 +49,13 @@ def packed(optimizer: Optimizer, slots: Callable[[dict[str, Any]], tuple[Slot, .
     return {"state": state, "param_groups": groups}
 
 
-def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
+def check_state_dict(state_dict: dict[str, Any], class_name: str) -> None:
     """Raise if this is not an optimizer's state dict, or if a wrapper saved it, whose entries would be ignored.
 
     A wrapper adds a dictionary of its own, with its name under ``"wrapper"``, which may be the only item of a tuple.
 
     Args:
-        mine: the class name of the optimizer that loads the state dict.
+        class_name: the class name of the optimizer that loads the state dict.
     """
     if "param_groups" not in state_dict:
         inside = [key for key, value in state_dict.items() if isinstance(value, dict) and "param_groups" in value]
@@ -67,14 +67,14 @@ def check_state_dict(state_dict: dict[str, Any], mine: str) -> None:
         name = value.get("wrapper") if isinstance(value, dict) and key not in ("state", "param_groups") else None
         if isinstance(name, str):
             raise ValueError(
-                f"this is the state dict of a {name} around the optimizer, and {mine} would ignore its step counter "
-                f"and everything else in {key!r}, so warm-up would start again; call load_state_dict() of the {name}, "
+                f"this is the state dict of a {name} around the optimizer, and {class_name} would ignore its step "
+                f"counter and all else in {key!r}, so warm-up would start again; call load_state_dict() of the {name}, "
                 "or pass a state dict with only 'state' and 'param_groups'"
             )
 
 
 def numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The same with parameters' numbers as keys of the state.
+    """Return the state dict with the numbers of parameters as keys of its state.
 
     ``torch.distributed.checkpoint`` makes strings of them in some of its forms, and leaves out what is empty.
     """
@@ -93,22 +93,22 @@ def loaded(
             f"loaded state dict has a different number of parameter groups: {len(saved)}, "
             f"but the optimizer has {len(groups)}"
         )
-    for i, (mine, theirs) in enumerate(zip(groups, saved, strict=True)):
-        if len(mine["params"]) != len(theirs["params"]):
+    for i, (own, theirs) in enumerate(zip(groups, saved, strict=True)):
+        if len(own["params"]) != len(theirs["params"]):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                f"group {i} has {len(theirs['params'])} parameters there and {len(mine['params'])} here"
+                f"group {i} has {len(theirs['params'])} parameters there and {len(own['params'])} here"
             )
     source = _match(groups, saved)
     state, new_groups = State(), []
-    for mine, theirs in zip(groups, saved, strict=True):
-        fresh_group = {**theirs, "params": mine["params"]}
+    for own, theirs in zip(groups, saved, strict=True):
+        fresh_group = {**theirs, "params": own["params"]}
         for name in PRECISION:  # this optimizer keeps its own storage options; loaded state is converted to them
             fresh_group.pop(name, None)
-            if name in mine:
-                fresh_group[name] = mine[name]
-        if "param_names" in mine and ("param_names" not in theirs or source.by_name):
-            fresh_group["param_names"] = mine["param_names"]
+            if name in own:
+                fresh_group[name] = own[name]
+        if "param_names" in own and ("param_names" not in theirs or source.by_name):
+            fresh_group["param_names"] = own["param_names"]
         new_groups.append(fresh_group)
         kept = slots(fresh_group)
         scalars = {slot.key for slot in kept if slot.scalar}
@@ -116,7 +116,7 @@ def loaded(
         like = {slot.key for slot in kept if slot.key in tensors and slot.shape is None}
         shaped = {slot.key: slot for slot in kept if slot.shape is not None}
         was, now = theirs.get("state_dtype"), fresh_group.get("state_dtype")
-        for p in mine["params"]:
+        for p in own["params"]:
             entry = state_dict["state"].get(source.of[id(p)])
             compact = was is not None or any(fresh_group.get(name) is not None for name in PRECISION)
             if entry and (compact or "compensation" in entry):
@@ -129,7 +129,7 @@ def loaded(
                     k: _fit_shaped(p, shaped[k], v) if k in shaped else _fit(p, k, v, k in like, k in scalars)
                     for k, v in entry.items()
                 }
-        _side_by_side(state, mine["params"], scalars, fresh_group)
+        _side_by_side(state, own["params"], scalars, fresh_group)
     known = set(source.of.values())
     for key, value in state_dict["state"].items():
         if key not in known:
@@ -145,8 +145,8 @@ def _name_dtype(value: Any) -> Any:
 def _find_dtype(value: Any) -> Any:
     """An option as it was before it was saved."""
     if isinstance(value, str) and value.startswith("torch."):
-        found = getattr(torch, value.removeprefix("torch."), None)
-        return found if isinstance(found, torch.dtype) else value
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        return dtype if isinstance(dtype, torch.dtype) else value
     return value
 
 
@@ -162,16 +162,16 @@ def _check_kind(entry: dict[str, Any], scalars: set[str], tensors: set[str]) -> 
 def _match(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Values:
     """The saved number of each parameter: matched by name if all groups have the same names, else by position."""
     by_name = all("param_names" in g for g in (*groups, *saved)) and all(
-        set(mine["param_names"]) == set(theirs["param_names"]) and len(set(mine["param_names"])) == len(mine["params"])
-        for mine, theirs in zip(groups, saved, strict=True)
+        set(own["param_names"]) == set(theirs["param_names"]) and len(set(own["param_names"])) == len(own["params"])
+        for own, theirs in zip(groups, saved, strict=True)
     )
     numbers = {}
-    for mine, theirs in zip(groups, saved, strict=True):
+    for own, theirs in zip(groups, saved, strict=True):
         order = theirs["params"]
         if by_name:
             there = dict(zip(theirs["param_names"], theirs["params"], strict=True))
-            order = [there[name] for name in mine["param_names"]]
-        numbers.update({id(p): i for p, i in zip(mine["params"], order, strict=True)})
+            order = [there[name] for name in own["param_names"]]
+        numbers.update({id(p): i for p, i in zip(own["params"], order, strict=True)})
     return Values(by_name=by_name, of=numbers)
 
 

@@ -18,37 +18,25 @@ Reference: Nocedal and Wright, Numerical Optimization, 2006, chapter 7.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
 
 from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
-from offbeat.optim.checkpoint import check_state_dict, numbered
-from offbeat.optim.line_search import Point, strong_wolfe
-from offbeat.optim.vectors import Layout, Vector
-from offbeat.rules.checks import in_range, require_number
 
 __all__ = ["LBFGS"]
 
 Loss = TypeVar("Loss")
 
-_FLAT = ("d", "prev_flat_grad")
-_HISTORY = ("old_dirs", "old_stps")
 
+class LBFGS(torch.optim.LBFGS):
+    """:class:`torch.optim.LBFGS`, with a clear error for parameters that it cannot update.
 
-class LBFGS(Optimizer):
-    """L-BFGS, a drop-in for :class:`torch.optim.LBFGS`: same arguments, trial points, state keys and checkpoints.
-
-    ``step(closure)`` makes up to ``max_iter`` iterations, and evaluates the closure at least once in each. The history
-    takes ``2 * history_size`` times the memory of the parameters; gradients are copied only with ``maximize``.
-
-    Parameters may be DTensors (FSDP2 or tensor parallel). Inner products are then summed over the shards and the
-    closure's loss is averaged over the ranks of the mesh, so all ranks try the same points.
+    ``step(closure)`` makes up to ``max_iter`` iterations, and evaluates the closure at least once in each.
 
     Args:
         params: parameters; one group only.
@@ -59,8 +47,7 @@ class LBFGS(Optimizer):
         tolerance_change: the step ends if the loss or all parameters change less (default: 1e-9).
         history_size: the number of steps to keep (default: 100).
         line_search_fn: ``"strong_wolfe"``, or None for steps of fixed length (default: None).
-        maximize: maximize the closure's result instead of minimizing it (default: False). As in torch 2.15; older
-            releases of torch load such a checkpoint and minimize.
+        maximize: maximize the closure's result instead of minimizing it (default: False). Needs torch 2.15.
 
     Example:
         >>> import torch, offbeat
@@ -75,9 +62,9 @@ class LBFGS(Optimizer):
         >>> x.detach().round(decimals=4)
         tensor([1., 2.])
 
-    Limits: all parameters must be on one device. If several processes each hold all parameters (DDP), the closure must
-    return the same loss on each. If the closure raises, the parameters are those at the start of the iteration. The
-    state of DTensors belongs to this rank's shards: load it with the same sharding.
+    Limits: all parameters must be on one device. DTensors (FSDP2 or tensor parallel) are refused: inner products would
+    be those of this rank's shards. If several processes each hold all parameters (DDP), the closure must return the
+    same loss on each.
     """
 
     def __init__(
@@ -93,215 +80,38 @@ class LBFGS(Optimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        in_range("learning rate")(lr)
-        for name, value in (("max_iter", max_iter), ("history_size", history_size)):
-            require_number(name, value)
-        if line_search_fn not in (None, "strong_wolfe"):
-            raise RuntimeError(f"only 'strong_wolfe' is supported as line_search_fn, but got {line_search_fn!r}")
-        defaults = {
-            "lr": lr,
-            "max_iter": max_iter,
-            "max_eval": max_iter * 5 // 4 if max_eval is None else max_eval,
-            "tolerance_grad": tolerance_grad,
-            "tolerance_change": tolerance_change,
-            "history_size": history_size,
-            "line_search_fn": line_search_fn,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
+        options: dict[str, Any] = {}
+        if maximize:
+            if "maximize" not in inspect.signature(torch.optim.LBFGS).parameters:
+                raise ValueError(
+                    f"LBFGS(maximize=True) needs torch 2.15, but this is torch {torch.__version__}; have the closure "
+                    "call backward() on the negative of what is to be maximized, and return that"
+                )
+            options["maximize"] = True
+        super().__init__(
+            params,  # type: ignore[arg-type]  # Params is a little wider than torch's ParamsT
+            lr, max_iter, max_eval, tolerance_grad, tolerance_change, history_size, line_search_fn, **options,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise if there already is a group: L-BFGS updates all parameters together, with one set of options."""
+        """Raise for a second group and for DTensors: L-BFGS needs all of every parameter at once."""
         super().add_param_group(param_group)
         if len(self.param_groups) > 1:
             self.param_groups.pop()
             raise ValueError(
                 "LBFGS doesn't support per-parameter options (parameter groups); pass all parameters in one group"
             )
+        if any(map(is_dtensor, self.param_groups[0]["params"])):
+            self.param_groups.pop()
+            raise TypeError(
+                "LBFGS does not support DTensor parameters (FSDP2 or tensor parallel): its inner products would be "
+                "those of this rank's shards; leave the parameters unsharded, or use an optimizer such as AdamW"
+            )
+
+    if TYPE_CHECKING:  # torch's own has no types
+
+        def step(self, closure: Callable[[], Loss]) -> Loss:  # type: ignore[override]  # noqa: D102
+            ...
 
     def init_state(self) -> None:
-        """Does nothing: the history begins with the first step."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Loss]) -> Loss:  # type: ignore[override]
-        """Make up to ``max_iter`` iterations.
-
-        Args:
-            closure: clears the gradients, evaluates the model, calls ``backward()`` and returns the loss. It is called
-                several times, with gradients enabled.
-
-        Returns:
-            The loss of the first evaluation.
-        """
-        if not callable(closure):
-            raise TypeError(
-                f"LBFGS evaluates the model several times in a step, so step() needs a closure, but got {closure!r}; "
-                "pass a function that clears the gradients, calls backward() and returns the loss"
-            )
-        if not self.param_groups[0]["params"]:
-            with torch.enable_grad():
-                return closure()
-        loss: Loss = _Run(self, closure).step()
-        return loss
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of :class:`torch.optim.LBFGS`."""
-        check_state_dict(state_dict, type(self).__name__)
-        numel, state_dict = Layout(self.param_groups[0]["params"]).numel, numbered(state_dict)
-        for entry in state_dict["state"].values():
-            vectors = [entry[key] for key in _FLAT if key in entry]
-            vectors += [v for key in _HISTORY for v in entry.get(key) or ()]
-            odd = next((v for v in vectors if isinstance(v, Tensor) and v.numel() != numel), None)
-            if odd is not None:
-                raise ValueError(
-                    f"the loaded state dict has a direction of {odd.numel()} numbers, but the parameters have {numel} "
-                    "here; was it saved from another model, or sharded otherwise?"
-                )
-        super().load_state_dict(state_dict)
-
-
-class _Run:
-    """One call of :meth:`LBFGS.step`."""
-
-    def __init__(self, optimizer: LBFGS, closure: Callable[[], Any]) -> None:
-        self.group = optimizer.param_groups[0]
-        self.closure = torch.enable_grad()(closure)
-        self.maximize = bool(self.group.get("maximize", False))  # checkpoints of older releases do not have it
-        self.layout = Layout(self.group["params"])
-        self.state = optimizer.state[self.group["params"][0]]
-        self.evaluations = 0
-        wrap = self.layout.vector
-        self.d, self.previous = (wrap(found) if (found := self.state.get(key)) is not None else None for key in _FLAT)
-        self.y, self.s = ([wrap(v) for v in self.state.get(key) or ()] for key in _HISTORY)
-        self.rho = [float(r) for r in self.state.get("ro") or ()]
-        self.scale = float(self.state.get("H_diag", 1.0))
-        self.t = float(self.state.get("t", 0.0))
-
-    def step(self) -> Any:
-        group, state = self.group, self.state
-        result, loss = self._evaluate()
-        state["func_evals"] = state.get("func_evals", 0) + 1
-        state.setdefault("n_iter", 0)
-        g = self._gradients()
-        if self.layout.largest(g) <= group["tolerance_grad"]:
-            return result
-        before = loss
-        for n in range(1, group["max_iter"] + 1):
-            before = loss
-            state["n_iter"] += 1
-            first = state["n_iter"] == 1
-            d = self._direction(g, first)
-            self.previous = self.layout.copy(g, self.previous)
-            lr = float(group["lr"])
-            self.t = min(1.0, 1.0 / self.layout.norm1(g)) * lr if first else lr
-            slope = self.layout.dot(self.previous.parts, d.parts)
-            if slope > -group["tolerance_change"]:
-                break
-            made = self.evaluations
-            loss, g = self._move(d, loss, slope, last=n == group["max_iter"])
-            state["func_evals"] += self.evaluations - made
-            if n == group["max_iter"] or self.evaluations >= group["max_eval"]:
-                break
-            if self.layout.largest(g) <= group["tolerance_grad"]:
-                break
-            small = self.layout.largest(d.parts) * abs(self.t) <= group["tolerance_change"]
-            if small or abs(loss - before) < group["tolerance_change"]:
-                break
-        self._store(before)
-        return result
-
-    def _evaluate(self) -> tuple[Any, float]:
-        result = self.closure()
-        self.evaluations += 1
-        return result, self.layout.mean(-float(result) if self.maximize else float(result))
-
-    def _gradients(self) -> list[Tensor]:
-        """The gradients of what is minimized."""
-        found = self.layout.gradients()
-        return [-g for g in found] if self.maximize else found
-
-    def _direction(self, g: list[Tensor], first: bool) -> Vector:
-        """The direction from the gradient ``g`` and the history, which grows by the last step."""
-        layout = self.layout
-        if first:
-            self.y, self.s, self.rho, self.scale = [], [], [], 1.0
-        elif self.previous is not None and self.d is not None:
-            self._remember(g)
-        q = self.d if self.d is not None and not first else layout.vector()
-        for mine, one in zip(q.parts, g, strict=True):
-            torch.neg(one, out=mine) if one.dtype == mine.dtype else mine.copy_(one).neg_()
-        alphas = []
-        for y, s, rho in zip(reversed(self.y), reversed(self.s), reversed(self.rho), strict=True):
-            alphas.append(layout.dot(s.parts, q.parts) * rho)
-            q.flat.add_(y.flat, alpha=-alphas[-1])
-        if not first:
-            q.flat.mul_(self.scale)
-        for y, s, rho, alpha in zip(self.y, self.s, self.rho, reversed(alphas), strict=True):
-            q.flat.add_(s.flat, alpha=alpha - layout.dot(y.parts, q.parts) * rho)
-        self.d = q
-        return q
-
-    def _remember(self, g: list[Tensor]) -> None:
-        assert self.previous is not None
-        assert self.d is not None
-        layout, most = self.layout, self.group["history_size"]
-        y, s = layout.vector(), layout.vector()
-        for mine, one, old in zip(y.parts, g, self.previous.parts, strict=True):
-            mine.copy_(one).sub_(old)
-        torch.mul(self.d.flat, self.t, out=s.flat)
-        ys = layout.dot(y.parts, s.parts)
-        if ys > 1e-10:
-            if len(self.y) == most:
-                self.y, self.s, self.rho = self.y[1:], self.s[1:], self.rho[1:]
-            self.y, self.s, self.rho = [*self.y, y], [*self.s, s], [*self.rho, 1.0 / ys]
-            self.scale = ys / layout.dot(y.parts, y.parts)
-
-    def _move(self, d: Vector, loss: float, slope: float, *, last: bool) -> tuple[float, list[Tensor]]:
-        """Move the parameters along ``d``; returns the loss and the gradient there."""
-        if self.group["line_search_fn"] is None:
-            self._add(d, self.t)
-            if last:  # as torch.optim: with random batches, another evaluation would not help
-                return loss, []
-            _, loss = self._evaluate()
-            return loss, self._gradients()
-        assert self.previous is not None
-        start = [t.clone() for t in self.layout.locals]
-
-        def at(t: float) -> Point:
-            try:
-                self._add(d, t)
-                _, value = self._evaluate()
-                g = self.layout.copy(self._gradients())
-            finally:
-                for mine, old in zip(self.layout.locals, start, strict=True):
-                    mine.copy_(old)
-            return Point(t, value, self.layout.dot(g.parts, d.parts), g)
-
-        point, _ = strong_wolfe(
-            Point(0.0, loss, slope, self.previous), self.t, at,
-            length=self.layout.largest(d.parts), tolerance=1e-9, most=self.group["max_eval"] - self.evaluations,
-        )  # fmt: skip
-        self.t = point.t
-        self._add(d, point.t)
-        found: list[Tensor] = point.kept.parts
-        # The gradient of the start is a buffer, which the next iteration overwrites.
-        return point.value, [t.clone() for t in found] if point.kept is self.previous else found
-
-    def _add(self, d: Vector, t: float) -> None:
-        for mine, one in zip(self.layout.locals, d.parts, strict=True):
-            mine.add_(one, alpha=t)
-        increment_version([p for p in self.layout.params if is_dtensor(p)])
-
-    def _store(self, loss: float) -> None:
-        assert self.d is not None
-        assert self.previous is not None
-        self.state.update(
-            d=self.d.flat,
-            t=self.t,
-            old_dirs=[v.flat for v in self.y],
-            old_stps=[v.flat for v in self.s],
-            ro=self.rho,
-            H_diag=self.scale,
-            prev_flat_grad=self.previous.flat,
-            prev_loss=loss,
-        )
+        """Do nothing: the history begins with the first step."""

@@ -28,9 +28,9 @@ class MergedState(MutableMapping[Any, Any]):
 
     def _home(self, key: Any) -> Any:
         """The state dictionary that contains the key, or else the one of the parameter's owner."""
-        for one in self._chain.optimizers:
-            if key in one.state:
-                return one.state
+        for optimizer in self._chain.optimizers:
+            if key in optimizer.state:
+                return optimizer.state
         return self._chain.owner(key).state if isinstance(key, Tensor) else self._chain.optimizers[0].state
 
     def __getitem__(self, key: Any) -> Any:
@@ -43,17 +43,17 @@ class MergedState(MutableMapping[Any, Any]):
         del self._home(key)[key]
 
     def __contains__(self, key: object) -> bool:
-        return any(key in one.state for one in self._chain.optimizers)
+        return any(key in optimizer.state for optimizer in self._chain.optimizers)
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As for a dictionary; creates no entry."""
         return self._home(key)[key] if key in self else default
 
     def __iter__(self) -> Iterator[Any]:
-        return (key for one in self._chain.optimizers for key in list(one.state))
+        return (key for optimizer in self._chain.optimizers for key in list(optimizer.state))
 
     def __len__(self) -> int:
-        return sum(len(one.state) for one in self._chain.optimizers)
+        return sum(len(optimizer.state) for optimizer in self._chain.optimizers)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -63,8 +63,8 @@ def places(optimizers: Sequence[Optimizer]) -> dict[int, tuple[int, int, int]]:
     """For each parameter (by id): the index of its optimizer, of its group there, and its index in the group."""
     return {
         id(p): (which, number, at)
-        for which, one in enumerate(optimizers)
-        for number, group in enumerate(one.param_groups)
+        for which, optimizer in enumerate(optimizers)
+        for number, group in enumerate(optimizer.param_groups)
         for at, p in enumerate(group["params"])
     }
 
@@ -73,20 +73,20 @@ def merged_state_dict(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     """The state dicts of the optimizers as one, with all parameters numbered consecutively."""
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     start = 0
-    for one in optimizers:
-        mine = one.state_dict()
-        for group in mine["param_groups"]:
+    for optimizer in optimizers:
+        state_dict = optimizer.state_dict()
+        for group in state_dict["param_groups"]:
             result["param_groups"].append({**group, "params": [start + i for i in group["params"]]})
-        for key, value in mine["state"].items():
+        for key, value in state_dict["state"].items():
             result["state"][start + key if isinstance(key, int) else key] = value
-        start += sum(len(group["params"]) for group in one.param_groups)
+        start += sum(len(group["params"]) for group in optimizer.param_groups)
     return result
 
 
 def split_state_dict(state_dict: dict[str, Any], optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """The state dict of each optimizer, with the parameters numbered from 0."""
     groups = list(state_dict["param_groups"])
-    wanted = [len(one.param_groups) for one in optimizers]
+    wanted = [len(optimizer.param_groups) for optimizer in optimizers]
     if len(groups) != sum(wanted):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: {len(groups)}, but the optimizers of the "
@@ -94,13 +94,13 @@ def split_state_dict(state_dict: dict[str, Any], optimizers: Sequence[Optimizer]
         )
     parts: list[dict[str, Any]] = []
     for count in wanted:
-        mine, groups = groups[:count], groups[count:]
-        order = [i for group in mine for i in group["params"]]
+        own_groups, groups = groups[:count], groups[count:]
+        order = [i for group in own_groups for i in group["params"]]
         number = {key: at for at, key in reversed(list(enumerate(order)))}
         parts.append(
             {
                 "state": {number[k]: value for k, value in state_dict["state"].items() if k in number},
-                "param_groups": [{**group, "params": [number[i] for i in group["params"]]} for group in mine],
+                "param_groups": [{**group, "params": [number[i] for i in group["params"]]} for group in own_groups],
             }
         )
     known = {i for group in state_dict["param_groups"] for i in group["params"]}

@@ -53,7 +53,7 @@ def as_pure(
         tensor([0.5000, 0.5000])
     """
     if args:
-        kinds = ", ".join(type(one).__name__ for one in args)
+        kinds = ", ".join(type(argument).__name__ for argument in args)
         raise TypeError(
             f"as_pure() takes hyperparameters by name, such as lr=0.1, but got {len(args)} by position ({kinds}); "
             "parameters are given to init() and update()"
@@ -83,7 +83,7 @@ class PureOptimizer:
     """
 
     def __init__(self, rule: Rule, hyper: dict[str, Any]) -> None:
-        known = {one.name: one.default for one in rule.hyper}
+        known = {hyper.name: hyper.default for hyper in rule.hyper}
         refused = [name for name in hyper if name not in known and name != "maximize"]
         if refused:
             raise TypeError(
@@ -95,7 +95,7 @@ class PureOptimizer:
         self.options: dict[str, Any] = {**options, "differentiable": True}
 
     def __repr__(self) -> str:
-        names = [one.name for one in self.rule.hyper] + (["maximize"] if self.options["maximize"] else [])
+        names = [hyper.name for hyper in self.rule.hyper] + (["maximize"] if self.options["maximize"] else [])
         lines = "".join(f"    {name}: {self.options[name]}\n" for name in sorted(names))
         return f"pure {self.rule.name} (\n{lines})"
 
@@ -113,7 +113,7 @@ class PureOptimizer:
             state: what :meth:`init` or the last :meth:`update` returned.
             hyper: hyperparameters with other values for this update only, such as ``lr``.
         """
-        unknown = [name for name in hyper if name not in {one.name for one in self.rule.hyper}]
+        unknown = [name for name in hyper if name not in {known.name for known in self.rule.hyper}]
         if unknown:
             raise TypeError(f"{self.rule.name} has no hyperparameter {', '.join(unknown)}")
         options = {**self.options, **hyper}
@@ -135,8 +135,8 @@ class PureOptimizer:
             if slot.scalar:
                 state[slot.key] = torch.ones((), dtype=counter, device=p.device) * value
             else:
-                one = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, requires_grad=False)
-                state[slot.key] = one * value
+                unit = torch.full_like(p, complex(1, 1) if p.is_complex() else 1, requires_grad=False)
+                state[slot.key] = unit * value
         return state
 
     def _slots(self, h: Values) -> tuple[Any, ...]:

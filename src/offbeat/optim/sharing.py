@@ -1,20 +1,15 @@
-"""How an optimizer shares the work on whole matrices with other ranks, and which rank has gradients and state."""
+"""How an optimizer shares the work on whole matrices with other ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from offbeat._types import Group
-from offbeat.engine.agree import check_same_parameters, check_same_step, send_from_owners
-from offbeat.engine.extras import Work
+from offbeat.engine.agree import Difference, check_same
+from offbeat.engine.engine import Engine
 from offbeat.engine.options import Sharing
-from offbeat.engine.owners import Owners
-from offbeat.engine.step import Engine
 from offbeat.rules.rule import Rule
 
 __all__ = ["SharesMatrices"]
@@ -28,9 +23,6 @@ class SharesMatrices:
         param_groups: list[dict[str, Any]]
         state: Any
         _engine: Engine
-
-        def init_state(self) -> None:  # noqa: D102
-            ...
 
     _sharing: Sharing | None = None
 
@@ -53,98 +45,29 @@ class SharesMatrices:
                 f"{type(self).__name__} has no matrices to share: it is elementwise, or needs whole parameters; leave "
                 "share_matrices() out"
             )
-        if self.owners is not None:
-            raise RuntimeError(
-                "the gradients of these matrices are reduced to their owners, which already share the work; leave "
-                "share_matrices() out, or call remove() of the handle that offbeat.reduce_to_owners() returned"
-            )
-        self._share(process_group, exact, owned=False)
+        ranks_group: Any = process_group
+        shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
+        device = self.param_groups[0]["params"][0].device
+        check_same({"shapes": shapes}, ranks_group, device, _different_parameters)
+        # A group of its own, because DDP may use the other one at the same time, from another thread.
+        ranks = dist.get_process_group_ranks(ranks_group)
+        own = dist.new_group(ranks, use_local_synchronization=True)
+        self._sharing = Sharing(own, exact) if len(ranks) > 1 else None
+        self._engine = Engine(self.rule, self._sharing)
 
     @property
     def has_matrices(self) -> bool:
-        """Whether the rule works on whole matrices, which ranks can share."""
+        """Return whether the rule works on whole matrices, which ranks can share."""
         return self.rule.matrix is not None and self.rule.matrix.cut
-
-    @property
-    def owners(self) -> Owners | None:
-        """The owners of the matrices if only they have gradients and state (offbeat.reduce_to_owners()), else None."""
-        return None if self._sharing is None else self._sharing.owners
 
     @property
     def sharing_group(self) -> Any:
         """The process group of the ranks that share the work on whole matrices; None if each rank does all of it."""
         return None if self._sharing is None else self._sharing.group
 
-    def own_matrices(self, process_group: Any, *, exact: bool) -> None:
-        """Keep the gradient and the state of each matrix on its owner only. The caller reduces gradients to owners."""
-        self._share(process_group, exact, owned=True)
 
-    def disown_matrices(self, *, gather: bool = True) -> None:
-        """Send all state to all ranks, and stop sharing. Every rank must make this call.
-
-        Args:
-            gather: whether to send the state. If False, nothing is sent.
-        """
-        if gather:
-            self.gather_state()
-        self._sharing = None
-        self._engine = Engine(self.rule, None)
-
-    def gather_state(self) -> None:
-        """Send the state of each matrix from its owner to all ranks. Every rank must make this call.
-
-        Does nothing if every rank has all state, which is the case without :func:`offbeat.reduce_to_owners`.
-        """
-        if self.owners is None:
-            return
-        found = [
-            (value, self.owners.of(p))
-            for group in self.param_groups
-            for p in group["params"]
-            for key, value in sorted(self.state.get(p, {}).items())
-            if isinstance(value, Tensor) and value.dim() > 0
-        ]
-        with torch.no_grad():
-            send_from_owners([value for value, _ in found], [owner for _, owner in found], self.sharing_group)
-        self.owners.stale = False
-
-    def _agree(self, work: Callable[[], list[Work]], error: Exception | None = None) -> list[Work]:
-        """The work of a step in which only owners have gradients, once all ranks are about to take the same step.
-
-        Args:
-            error: why this rank cannot take the step, if that is known.
-
-        Raises:
-            Exception: a rank cannot take the step, or the ranks would take different ones. All ranks raise.
-        """
-        found: list[Work] = []
-        about: dict[str, str] = {}
-        if error is None:
-            try:
-                found = work()
-                self._engine.check(found, self.state)
-                about = self._engine.describe(found)
-            except Exception as mine:
-                error = mine
-        device = self.param_groups[0]["params"][0].device
-        check_same_step(self._engine.names, about, self.sharing_group, device, error)
-        return found
-
-    def _share(self, process_group: Any, exact: bool, *, owned: bool) -> None:
-        shapes = [[tuple(p.shape) for p in group["params"]] for group in self.param_groups]
-        check_same_parameters(shapes, process_group, self.param_groups[0]["params"][0].device)
-        # A group of its own, because DDP may use the other one at the same time, from another thread.
-        ranks = dist.get_process_group_ranks(process_group)
-        own = dist.new_group(ranks, use_local_synchronization=True)
-        owners = Owners(len(ranks), dist.get_rank(own)) if owned and len(ranks) > 1 else None
-        self._sharing = Sharing(own, exact, owners) if len(ranks) > 1 else None
-        self._engine = Engine(self.rule, self._sharing)
-        if owners is not None:
-            owners.add(p for group in self.param_groups for p in group["params"])
-
-    def _check_all_state(self) -> None:
-        if self.owners is not None and self.owners.stale:
-            raise RuntimeError(
-                "this rank has the state of its own matrices only, because gradients are reduced to their owners; call "
-                "optimizer.gather_state() on every rank first, which sends all state to all ranks"
-            )
+def _different_parameters(difference: Difference) -> Exception:
+    return RuntimeError(
+        "the ranks have different parameters, or the same in another order, so they cannot share the work; build the "
+        f"same model and the same groups on every rank. They have groups of these shapes: {difference}"
+    )

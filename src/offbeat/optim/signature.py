@@ -63,15 +63,15 @@ def describe(rule: Rule, cls: type) -> str:
     arguments += [f"{h.name}: {h.doc} (default: {h.default})." for h in rule.hyper]
     arguments += [f"{name}: {FLAG_DOCS[name]} (default: {FLAGS[name]})." for name in rule.surface.flags]
     arguments += [f"{name}: {FLAG_DOCS[name]} (default: None)." for name in precision_options(rule)]
-    lines += [textwrap.fill(one, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for one in arguments]
+    lines += [textwrap.fill(argument, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for argument in arguments]
     lines += ["", "Example:"]
-    model, given = rule.surface.example
+    model, example = rule.surface.example
     library = cls.__module__.startswith("offbeat.")
     lines += [
         "    >>> import torch" + (", offbeat" if library else ""),
         f"    >>> model = {model}",
         f"    >>> optimizer = {'offbeat.' if library else ''}{cls.__name__}(model.parameters(), lr=0.01)",
-        f"    >>> model({given}).sum().backward()",
+        f"    >>> model({example}).sum().backward()",
         "    >>> optimizer.step()",
         "    >>> optimizer.zero_grad()",
     ]

@@ -38,7 +38,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Split:
-    """What :func:`split_parameters` found.
+    """The result of :func:`split_parameters`.
 
     Attributes:
         matrices: the parameters for Muon.
@@ -107,9 +107,9 @@ def split_parameters(module: torch.nn.Module, *, heads: Sequence[str] | None = N
         raise TypeError(f"split_parameters takes a module, but got {type(module).__name__}; pass the model itself")
     embeddings = {
         id(p)
-        for one in module.modules()
-        if isinstance(one, (torch.nn.Embedding, torch.nn.EmbeddingBag))
-        for p in one.parameters(recurse=False)
+        for part in module.modules()
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        for p in part.parameters(recurse=False)
     }
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     for argument, patterns in (("heads", heads), ("rest", rest)):
@@ -159,7 +159,7 @@ def _last_linear(module: torch.nn.Module, named: Sequence[tuple[str, Tensor]], e
     """The weight of the last linear layer, unless a head is known by its name or shares an embedding."""
     if any(_matches(name, _HEADS) for name, p in named if p.dim() == 2):
         return None
-    linear = [one.weight for one in module.modules() if isinstance(one, torch.nn.Linear)]
+    linear = [part.weight for part in module.modules() if isinstance(part, torch.nn.Linear)]
     if not linear or any(id(weight) in embeddings for weight in linear):
         return None
     return linear[-1]

@@ -10,7 +10,7 @@ As in :func:`torch.nn.utils.clip_grad_norm_`, gradients are multiplied by :math:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat._torch import foreach_mul_, foreach_norm, order_by_kind
-from offbeat.engine.agree import norms_of_owners
-from offbeat.engine.owned import gradient_of
 from offbeat.engine.tensors import changes, is_dtensor, local
-from offbeat.optim import RuleOptimizer
 
 __all__ = ["MODES", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
 
@@ -54,12 +51,10 @@ class Clipping:
 
     Attributes:
         last: the norm of the last finished step, a 0-d tensor, or None before the first.
-        sharing: returns the optimizers whose matrices several ranks share.
     """
 
     def __init__(self, limit: float, mode: Clip) -> None:
         self.limit, self.mode = limit, mode
-        self.sharing: Callable[[], Sequence[RuleOptimizer]] = list
         self.last: Tensor | None = None
         self._norms: dict[int, tuple[Tensor, Tensor, int]] = {}  # by parameter: norm, gradient and its changes()
         self._coefficients: dict[int, Tensor] = {}  # by parameter: the coefficient of its bucket
@@ -83,7 +78,7 @@ class Clipping:
 
     def moved(self, param: Tensor) -> None:
         """Called when a measured gradient was copied into ``.grad`` without a change."""
-        g = gradient_of(param)
+        g = param.grad
         if id(param) in self._norms and not self._is_stepped(param) and g is not None:
             self._norms[id(param)] = (self._norms[id(param)][0], g, changes(g))
 
@@ -156,7 +151,7 @@ class Clipping:
         return id(p) in self._norms and self._norms[id(p)][2] == -1
 
     def _is_fresh(self, p: Tensor) -> bool:
-        found, g = self._norms.get(id(p)), gradient_of(p)
+        found, g = self._norms.get(id(p)), p.grad
         return found is not None and found[1] is g and g is not None and found[2] == changes(g)
 
     def _coefficient(self, norm: Tensor | None) -> Tensor:
@@ -168,7 +163,6 @@ class Clipping:
 
         The parameters decide which ranks take part, not the gradients: a rank without a gradient takes part too.
         """
-        self._ask_owners(everyone)
         found = [p for p in measured if id(p) in self._norms]
         classes = list(dict.fromkeys(shards[id(p)] for p in everyone if shards[id(p)]))
         if not classes:  # bit for bit as torch.nn.utils.get_total_norm
@@ -190,20 +184,9 @@ class Clipping:
             squares.append(square)
         return torch.stack([square.to(squares[-1]) for square in squares]).sum().sqrt()
 
-    def _ask_owners(self, params: Sequence[Tensor]) -> None:
-        """Take the norms of gradients that only the owner of a matrix has from there."""
-        for one in self.sharing():
-            owned = [p for p in params if one.owners is not None and p in one.owners]
-            if owned and one.owners is not None:
-                here = [self._norms[id(p)][0] if id(p) in self._norms else p.new_zeros(()).detach() for p in owned]
-                norms = norms_of_owners(here, [one.owners.has(p) for p in owned], one.sharing_group)
-                for p, norm in zip(owned, norms, strict=True):
-                    if id(p) in self._norms:
-                        self._norms[id(p)] = (norm, *self._norms[id(p)][1:])
-
 
 def _gradients(params: Sequence[Tensor]) -> list[Tensor]:
-    return [g for p in params if (g := gradient_of(p)) is not None]
+    return [g for p in params if (g := p.grad) is not None]
 
 
 def _by_coefficient(params: Sequence[Tensor], coefficients: dict[int, Tensor]) -> list[tuple[Tensor, list[Tensor]]]:

@@ -187,11 +187,6 @@ class DdpSource(Source):
         sharing = self.step.parameters.sharing()
         return {id(p) for one in sharing for group in one.param_groups for p in group["params"]}
 
-    @property
-    def accumulates(self) -> bool:
-        """See :class:`offbeat.ddp.Listener`."""
-        return not self._removed and (self._drops() or not self.step.accumulation.is_last_pass)
-
     def pass_ended(self) -> None:
         """See :class:`offbeat.ddp.Listener`."""
         if self._removed:

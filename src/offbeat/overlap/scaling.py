@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from offbeat import _torch
-from offbeat.engine.owned import gradient_of
 from offbeat.engine.tensors import changes, local
 
 __all__ = ["Scaling", "unscale"]
@@ -88,13 +87,13 @@ class Scaling:
 
     def moved(self, p: Tensor) -> None:
         """Called when an unscaled gradient was copied into ``.grad`` without a change."""
-        if id(p) in self._done and (g := gradient_of(p)) is not None:
+        if id(p) in self._done and (g := p.grad) is not None:
             self._done[id(p)] = (g, changes(g))
 
     def check(self, params: Sequence[Tensor], name_of: Callable[[Tensor], str]) -> None:
         """Raise if an unscaled gradient was changed: the user expected it to be still scaled."""
         for p in params:
-            found, g = self._done.get(id(p)), gradient_of(p)
+            found, g = self._done.get(id(p)), p.grad
             if found is not None and g is not None and (found[0] is not g or found[1] != changes(g)):
                 raise RuntimeError(
                     f"the gradient of {name_of(p)} was changed between backward() and "

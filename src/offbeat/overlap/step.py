@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.engine.owned import gradient_of
 from offbeat.overlap.accumulation import Accumulation
 from offbeat.overlap.clipping import Clipping
 from offbeat.overlap.consumed import Placeholders, is_stale, settle
@@ -52,8 +51,6 @@ class Step:
         self.parameters = Parameters(optimizer, named)
         self.accumulation = Accumulation(accumulate)
         self.clip = clip
-        if clip is not None:
-            clip.sharing = self.parameters.sharing
         self.scaling: Scaling | None = None
         self.hooks: StepHooks | None = None
         self.lock = threading.RLock()
@@ -194,10 +191,9 @@ class Step:
         left = self._left()
         self.scaling.check(left, self.parameters.name_of)
         rest = [p for p in left if not self.scaling.is_unscaled(p)]
-        self.scaling.unscale(rest, [g for p in rest if (g := gradient_of(p)) is not None])
+        self.scaling.unscale(rest, [g for p in rest if (g := p.grad) is not None])
         shard_groups = (group for groups in self.parameters.shards.values() for group in groups)
-        owner_groups = (one.sharing_group for one in self.parameters.sharing() if one.owners is not None)
-        groups = list(dict.fromkeys([*self._agreeing, *shard_groups, *owner_groups]))
+        groups = list(dict.fromkeys([*self._agreeing, *shard_groups]))
         self.scaling.agree(groups, self.parameters.all[0].device)
 
     def check(self) -> None:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from offbeat.engine.codec import CODE_DTYPES
+from offbeat.engine.eight_bit import CODE_DTYPES
+from offbeat.engine.first_step import mark_before_first_step as mark_unbegun
 from offbeat.engine.options import hyperparameters
 from offbeat.engine.precision import kept_slots
-from offbeat.engine.unbegun import mark_unbegun
 from offbeat.optim.base import RuleOptimizer
 from offbeat.optim.lookup import rule_class
 from offbeat.replicas.options import State

@@ -71,7 +71,7 @@ class Slot:
         scalar: whether the entry is one number (a step counter, a running product), not a tensor like the parameter.
         late: whether the initial value uses the hyperparameters of the first step, not those at allocation.
         positive: whether the entry is never negative, so that 8-bit storage needs no sign bit.
-        form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.codec`. ``scales`` are
+        form: how the entry is stored: ``plain``, or one of the forms of :mod:`offbeat.engine.eight_bit`. ``scales`` are
             the scales that belong to an 8-bit entry.
         dtype: the dtype in which the entry is stored; None for the parameter's dtype.
         shape: a function from the parameter's shape to the entry's shape, if they differ; it returns None for

@@ -1,4 +1,4 @@
-"""Turns a kernel's C source into a loaded library, once per machine. Kernels that the package has need no compiler.
+"""Turns a kernel's C source into a loaded library, once per machine.
 
 Libraries are cached in ``$OFFBEAT_CACHE_DIR`` (default: ``offbeat`` in the user's cache directory). A library's name is
 made from the source, the processor and the compiler. Without a compiler, a library from the same source for the same
@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import fnmatch
 import functools
-import importlib.util
+import hashlib
 import os
 import platform
 import shlex
@@ -22,10 +22,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
-
-from offbeat.engine.cpu.shipped import Shipped, digest, shipped
 
 #: Contraction is off, so that the new value of an element does not depend on its position in a tensor.
 OPTIONS = ("-O3", "-march=native", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w")
@@ -36,32 +33,20 @@ class CompilerError(RuntimeError):
     """A kernel could not be compiled or loaded; the message says why."""
 
 
+def digest(text: str) -> str:
+    """A short hash, for the name of a file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
 def find_compiler(variable: str = "CC", names: tuple[str, ...] = ("cc", "gcc", "clang")) -> tuple[str, ...] | None:
-    """The command in an environment variable (it may have arguments), else the first of ``names`` that exists.
-
-    A C compiler may also come from the package ``ziglang``. Its C++ library is not the one that torch is made with.
-    """
-    given = os.environ.get(variable, "")
-    return _find(given, names) or (_zig() if variable == "CC" and not given.strip() else None)
+    """The command in an environment variable (it may have arguments), else the first of ``names`` that exists."""
+    return _find(os.environ.get(variable, ""), names)
 
 
 @functools.cache
-def _find(given: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
-    commands = [shlex.split(given)] if given.strip() else [[name] for name in names]
-    return next(((found, *rest) for name, *rest in commands if (found := shutil.which(name))), None)
-
-
-@functools.cache
-def _zig() -> tuple[str, ...] | None:
-    package = importlib.util.find_spec("ziglang")
-    program = package and package.origin and shutil.which(str(Path(package.origin).with_name("zig")))
-    # Kernels need nothing from its C library, which it would compile at first use.
-    return (program, "cc", "-nostdlib") if program else None
-
-
-def is_zig(command: Sequence[str]) -> bool:
-    """Whether a command is the compiler of the package ``ziglang``."""
-    return tuple(command[:3]) == _zig()
+def _find(command: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+    commands = [shlex.split(command)] if command.strip() else [[name] for name in names]
+    return next(((program, *rest) for name, *rest in commands if (program := shutil.which(name))), None)
 
 
 def why_not_wanted() -> str | None:
@@ -76,9 +61,9 @@ def why_no_compiler() -> str | None:
     if reason := why_not_wanted():
         return reason
     if find_compiler() is None:
-        if given := os.environ.get("CC", "").strip():
-            return f"no C compiler was found: there is no {given}, which CC names"
-        return "no C compiler (cc, gcc or clang) was found; install one (pip install ziglang is enough), or set CC"
+        if command := os.environ.get("CC", "").strip():
+            return f"no C compiler was found: there is no {command}, which CC names"
+        return "no C compiler (cc, gcc or clang) was found; install one, or set CC"
     return None
 
 
@@ -144,11 +129,11 @@ def cached(pattern: str) -> list[Path]:
         return []
     if not _is_trusted(directory):
         return []
-    found = []
+    dated = []
     for name in fnmatch.filter(names, pattern):
         with contextlib.suppress(OSError):  # another process may have removed it
-            found.append(((directory / name).stat().st_mtime, directory / name))
-    return [path for _, path in sorted(found, reverse=True)]
+            dated.append(((directory / name).stat().st_mtime, directory / name))
+    return [path for _, path in sorted(dated, reverse=True)]
 
 
 def why_not_readable() -> str | None:
@@ -182,13 +167,13 @@ def _configured_directory() -> Path | None:
 def _is_trusted(directory: Path) -> bool:
     """Warn and return False if others can write to the directory: they could make this process run any code."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except OSError:  # it has just been removed
         return False
-    if found.st_uid not in (os.getuid(), 0):  # root can change this program anyway
-        problem = f"it belongs to user {found.st_uid}, not to {os.getuid()}"
-    elif found.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        problem = f"others may write to it (mode {found.st_mode & 0o777:o})"
+    if status.st_uid not in (os.getuid(), 0):  # root can change this program anyway
+        problem = f"it belongs to user {status.st_uid}, not to {os.getuid()}"
+    elif status.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
+        problem = f"others may write to it (mode {status.st_mode & 0o777:o})"
     else:
         return True
     _warn_once(
@@ -233,16 +218,14 @@ def _private_directory() -> Path:
 
 
 @functools.lru_cache(maxsize=1024)
-def load(source: str) -> ctypes.CDLL | Shipped:
-    """The library made from ``source``: the package's own, a cached or a new one. Raises :class:`CompilerError`."""
-    if (found := shipped(source)) is not None:
-        return found
+def load(source: str) -> ctypes.CDLL:
+    """The library made from ``source``: a cached or a new one. Raises :class:`CompilerError`."""
     name = digest(source + _target())
     reason = why_no_compiler()
     made_by = digest(version_of(find_compiler() or ()))[:8] if reason is None else "*"
-    for one in cached(f"{name}-{made_by}.so"):
+    for library in cached(f"{name}-{made_by}.so"):
         with contextlib.suppress(OSError):  # it is damaged, or built for another system: build it again
-            return ctypes.CDLL(str(one))
+            return ctypes.CDLL(str(library))
     if reason is not None:
         raise CompilerError(why_not_readable() or reason)
     path = cache_directory() / f"{name}-{made_by}.so"
@@ -279,10 +262,6 @@ def _build(compiler: tuple[str, ...], source: str, path: Path, own_threads: bool
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        # Zig keeps what it compiles in the user's home directory, and fails if there is none.
-        with tempfile.TemporaryDirectory(prefix="offbeat-") if is_zig(command) else contextlib.nullcontext() as folder:
-            more = {"ZIG_GLOBAL_CACHE_DIR": folder, "ZIG_LOCAL_CACHE_DIR": folder} if folder else {}
-            environment = {**os.environ, **more}
-            return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, env=environment)
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompilerError(f"{command[0]} did not run: {error}") from error

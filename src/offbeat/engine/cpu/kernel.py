@@ -64,7 +64,7 @@ class CpuKernel:
         coefficients: array[float],
         elements: int,
     ) -> Callable[[], None]:
-        """The same as a call that can be repeated. Columns come with the row to begin at; tables keep their length."""
+        """Return a repeatable call. Columns come with the row to begin at; tables keep their length."""
         wanted = elements // ELEMENTS_A_THREAD
         job = array("q", (len(numel), elements, CHUNK, 0))
         job.extend(table.buffer_info()[0] for table in (numel, chosen, coefficients))
@@ -184,13 +184,13 @@ def _kernel_source(typed: TypedProgram) -> str:
     for i in range(count):
         lines.append(f"  const C v{len(dtypes) + i} = (C)coefficient[{i}];")
     lines.append("  for (i64 j = begin; j < end; ++j) {")
-    for number, one in enumerate(program.instructions):
-        if one.op == "tensor":
+    for number, instruction in enumerate(program.instructions):
+        if instruction.op == "tensor":
             lines.append(f"    const C v{number} = load_{kinds[number]}(t{number}[j]);")
-        elif one.op != "scalar":
-            args = [f"(C){a.value!r}" if isinstance(a, Constant) else f"v{a}" for a in one.args]
-            kind = "int" if OPERATIONS[one.op].compares else "C"
-            lines.append(f"    const {kind} v{number} = {OPERATIONS[one.op].c.format(*args, f=suffix)};")
+        elif instruction.op != "scalar":
+            args = [f"(C){a.value!r}" if isinstance(a, Constant) else f"v{a}" for a in instruction.args]
+            kind = "int" if OPERATIONS[instruction.op].compares else "C"
+            lines.append(f"    const {kind} v{number} = {OPERATIONS[instruction.op].c.format(*args, f=suffix)};")
     for column, output in zip([0, *range(2, len(dtypes))], program.outputs, strict=True):
         lines.append(f"    t{column}[j] = store_{kinds[column]}(v{output});")
     lines += ["  }", "}"]

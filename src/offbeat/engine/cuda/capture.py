@@ -11,7 +11,7 @@ _kept: list[Any] = []
 
 
 def is_capturing() -> bool:
-    """Whether a graph is being captured."""
+    """Return whether a graph is being captured."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from offbeat import _torch
-from offbeat.engine.codec import scaled_columns
 from offbeat.engine.cuda.source import (
     NEAREST,
     NEAREST_BY_BITS,
@@ -26,6 +25,7 @@ from offbeat.engine.cuda.source import (
     triton_source,
 )
 from offbeat.engine.cuda.table import BLOCK, DeviceTable
+from offbeat.engine.eight_bit import scaled_columns
 from offbeat.engine.trace import TypedProgram
 
 #: Warps per block, which gives 8 elements per thread.
@@ -40,7 +40,7 @@ class TritonError(RuntimeError):
 
 
 def is_interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on CPU tensors (``TRITON_INTERPRET=1``)."""
+    """Return whether Triton runs kernels in Python, on CPU tensors (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -65,8 +65,8 @@ def why_no_triton(device: torch.device) -> str | None:
 def compile_kernel(typed: TypedProgram, variant: Variant, device: torch.device) -> Any:
     """The compiled update. A tensor whose gradient has the address 0 is not updated. Raises :class:`TritonError`."""
     scalars = [typed.compute] if variant.by_row else [1.5] * len(typed.program.coefficients)
-    extras = (torch.float64 if name == "clip" else torch.float32 for name in variant.extras)
-    kinds = (torch.int64, torch.int64, 2, *scalars, *extras)
+    transforms = (torch.float64 if name == "clip" else torch.float32 for name in variant.transforms)
+    kinds = (torch.int64, torch.int64, 2, *scalars, *transforms)
     registers = REGISTERS if scaled_columns(typed.formats) else None
     return compile_source(triton_source(typed, variant), kinds, BLOCK, device, is_rough(typed), registers)
 
@@ -86,10 +86,10 @@ def _why_not_compiled(typed: TypedProgram, variant: Variant, device: torch.devic
 
 
 def bind_kernel(typed: TypedProgram, variant: Variant, table: DeviceTable, words: Tensor) -> Callable[..., None]:
-    """The launch for a table with this content: call it with the coefficients, then the extras.
+    """The launch for a table with this content: call it with the coefficients, then the transforms.
 
-    Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. Extras are the tensors
-    that :attr:`Variant.extras` names, each one number on the device: ``clip`` in float64, the others in float32.
+    Coefficients are numbers, or for a variant ``by_row`` a tensor of rows on the device. GradTransforms are the tensors
+    that :attr:`Variant.transforms` names, each one number on the device: ``clip`` in float64, the others in float32.
     """
     if not table.programs:
         return lambda *numbers: None
@@ -170,7 +170,7 @@ def launcher(compiled: Any) -> Callable[..., None]:
 
 
 def address(a: Any) -> Any:
-    """Where a tensor lies; anything else as it is."""
+    """Return the address of a tensor, and anything else unchanged."""
     return a.data_ptr() if isinstance(a, Tensor) else a
 
 

@@ -20,7 +20,7 @@ from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.cuda.kernel import bind_kernel, why_no_kernel
 from offbeat.engine.cuda.numbers import DeviceNumbers
 from offbeat.engine.cuda.table import DeviceTable, copy_from_host
-from offbeat.engine.extras import NOTHING, Extras
+from offbeat.engine.grad_transforms import NO_TRANSFORMS, GradTransforms
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets
 from offbeat.engine.state import State
@@ -47,30 +47,32 @@ class Launches:
         self._bound: dict[Any, Callable[..., None]] = {}
 
     def needs_rows(self, sets: CoefficientSets) -> bool:
-        """Whether these coefficients cannot be arguments of a kernel: there are several sets, or they need float64."""
+        """Return whether a kernel cannot take these coefficients as arguments: several sets, or float64 is needed."""
         return len(sets.sets) > 1 or self._typed.compute != torch.float32
 
-    def with_sets(self, addresses: Sequence[array[int]], sets: CoefficientSets, extras: Extras) -> None:
+    def with_sets(self, addresses: Sequence[array[int]], sets: CoefficientSets, transforms: GradTransforms) -> None:
         """Run with coefficients from the host."""
         names, compute, table = self._typed.program.coefficients, self._typed.compute, self.table
         if not self.needs_rows(sets):
             table.send(addresses)
-            self.run([sets.sets[0][name] for name in names], extras, by_row=False)
+            self.run([sets.sets[0][name] for name in names], transforms, by_row=False)
             return
         table.send(addresses, array("q", bytes(8 * table.tensors) if sets.chosen is None else sets.chosen))
         values = array("f" if compute == torch.float32 else "d", [row[name] for row in sets.sets for name in names])
         rows = torch.empty(max(1, len(values)), dtype=compute, device=table.device)
         copy_from_host(values, rows[: len(values)])
-        self.run([rows], extras, by_row=True)
+        self.run([rows], transforms, by_row=True)
 
-    def run(self, coefficients: Sequence[Any], extras: Extras, *, by_row: bool, words: Tensor | None = None) -> None:
+    def run(
+        self, coefficients: Sequence[Any], transforms: GradTransforms, *, by_row: bool, words: Tensor | None = None
+    ) -> None:
         """Launch with coefficients as arguments, or as rows on the device."""
 
         def bind(content: Tensor) -> Callable[..., None]:
-            return bind_kernel(self._typed, extras.variant(by_row=by_row), self.table, content)
+            return bind_kernel(self._typed, transforms.variant(by_row=by_row), self.table, content)
 
-        launch = self.bound(by_row if extras is NOTHING else extras.variant(by_row=by_row), bind, words)
-        launch(*coefficients, *(t for t in extras.numbers if t is not None))
+        launch = self.bound(by_row if transforms is NO_TRANSFORMS else transforms.variant(by_row=by_row), bind, words)
+        launch(*coefficients, *(t for t in transforms.numbers if t is not None))
 
     def bound(
         self, key: Any, bind: Callable[[Tensor], Callable[..., None]], words: Tensor | None = None
@@ -119,7 +121,7 @@ class DeviceBatch(Batch):
         return DeviceNumbers(options, dtypes, names, self.rows, before, self._is_first(options))
 
     def _is_first(self, options: Options) -> bool:
-        """Whether all parameters are at their first step, for rules that do not count steps."""
+        """Return whether all parameters are at their first step, for rules that do not count steps."""
         return self._first is not None and self._first[0] and "step" not in options.scalar_keys
 
     def prepare(self, options: Options) -> bool:
@@ -130,23 +132,23 @@ class DeviceBatch(Batch):
         ready = not self._capturing or (self._count == len(self.params) and self.launches.table.can_freeze)
         return ready and self.numbers.fits(options.h, self._is_first(options))
 
-    def takes(self, extras: Extras) -> bool:
-        """Whether :meth:`run` can apply these extras in the same pass."""
-        if extras.changes_gradients and not self._own_gradients:
+    def takes(self, transforms: GradTransforms) -> bool:
+        """Return whether :meth:`run` can apply these transforms in the same pass."""
+        if transforms.changes_gradients and not self._own_gradients:
             return False
         # With counters on the host, the host must know whether the step is skipped.
-        if extras.found_inf is not None and self.scalars and not self.on_device:
+        if transforms.found_inf is not None and self.scalars and not self.on_device:
             return False
-        variant = extras.variant(by_row=self.on_device or self.launches.needs_rows(self.sets))
+        variant = transforms.variant(by_row=self.on_device or self.launches.needs_rows(self.sets))
         return why_no_kernel(self._typed, variant, self._device) is None
 
     @torch.no_grad()
-    def _run(self, options: Options, extras: Extras, state: State, active: Sequence[int] | None) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Sequence[int] | None) -> None:
         if self.numbers is not None:
-            self._run_with_numbers(self.numbers, options, extras, state)
+            self._run_with_numbers(self.numbers, options, transforms, state)
         else:
             self._begin_late(options, active)
-            self.launches.with_sets(self.book.tables, self.sets, extras)
+            self.launches.with_sets(self.book.tables, self.sets, transforms)
             # The device does not need this, so it comes after the launch.
             self.sets.store(options.scalar_keys, self.scalars, active)
             self._prepare_next(options)
@@ -160,7 +162,9 @@ class DeviceBatch(Batch):
                 super().prepare(options)
         self._last = options
 
-    def _run_with_numbers(self, numbers: DeviceNumbers, options: Options, extras: Extras, state: State) -> None:
+    def _run_with_numbers(
+        self, numbers: DeviceNumbers, options: Options, transforms: GradTransforms, state: State
+    ) -> None:
         """With coefficients computed on the device; the new scalars are stored there."""
         h, words, table = options.h, None, self.launches.table
         if self._capturing:
@@ -170,9 +174,9 @@ class DeviceBatch(Batch):
                 state.kept.append(self)
         else:
             table.send(self.book.tables, self._every_row, numbers.tail(h))
-        guards = [] if extras.found_inf is None else [extras.found_inf]
+        guards = [] if transforms.found_inf is None else [transforms.found_inf]
         self._bind_numbers(bool(guards), words)(*numbers.tensors(h), *guards)
-        self.launches.run([self.rows], extras, by_row=True, words=words)
+        self.launches.run([self.rows], transforms, by_row=True, words=words)
         if options.h.capturable and not self._capturing:
             table.prepare_captures()
 

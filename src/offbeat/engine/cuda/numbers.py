@@ -76,22 +76,22 @@ class DeviceNumbers:
         def widen(value: Any) -> Any:
             return _Number(value.tracer, value.number) if isinstance(value, _Number) else value
 
-        def function(given: Mapping[str, _Number]) -> dict[str, Any]:
-            h = _with_inputs(options.h, inputs, given)
-            before = {key: given[f"s.{key}"] for key in self._dtypes}
+        def function(values: Mapping[str, _Number]) -> dict[str, Any]:
+            h = _with_inputs(options.h, inputs, values)
+            before = {key: values[f"s.{key}"] for key in self._dtypes}
             numbers = work_out(options.rule, h, options.slots, before, store, widen, first=self._first)
             return numbers.for_kernel(options.slots, h) | {f"s.{key}": value for key, value in numbers.stored.items()}
 
         return _trace_numbers((*(f"s.{key}" for key in self._dtypes), *inputs), function)
 
     def fits(self, h: Values, first: bool) -> bool:
-        """Whether the kernel fits these hyperparameters."""
+        """Return whether the kernel fits these hyperparameters."""
         if first != self._first or any(isinstance(_get(h, name), Tensor) for name in self._numbers):
             return False
         if any(isinstance(now := _get(h, name), Tensor) or now != value for name, value in self._fixed.items()):
             return False
-        found = [(_get(h, name), dtype) for name, dtype in self._tensors.items()]
-        return all(isinstance(t, Tensor) and t.dtype == dtype for t, dtype in found)
+        tensors = [(_get(h, name), dtype) for name, dtype in self._tensors.items()]
+        return all(isinstance(t, Tensor) and t.dtype == dtype for t, dtype in tensors)
 
     def tail(self, h: Values) -> array[float]:
         """The inputs from the host."""
@@ -151,14 +151,14 @@ class DeviceNumbers:
 
 def _every_hyper(rule: Rule, h: Values) -> dict[str, Any]:
     """All hyperparameters. Those in tuples are named by their position (``betas.0``)."""
-    found: dict[str, Any] = {}
+    hypers: dict[str, Any] = {}
     for hyper in rule.hyper:
         value = getattr(h, hyper.name)
         if isinstance(value, tuple):
-            found |= {f"{hyper.name}.{i}": part for i, part in enumerate(value)}
+            hypers |= {f"{hyper.name}.{i}": part for i, part in enumerate(value)}
         else:
-            found[hyper.name] = value
-    return found
+            hypers[hyper.name] = value
+    return hypers
 
 
 def _get(h: Values, name: str) -> Any:
@@ -167,16 +167,16 @@ def _get(h: Values, name: str) -> Any:
     return value[int(position)] if position else value
 
 
-def _with_inputs(h: Values, inputs: Sequence[str], given: Mapping[str, _Number]) -> Values:
+def _with_inputs(h: Values, inputs: Sequence[str], values: Mapping[str, _Number]) -> Values:
     changed = dict(vars(h))
     for name in inputs:
         base, _, position = name.partition(".")
         if position:
             parts = list(changed[base])
-            parts[int(position)] = given[name]
+            parts[int(position)] = values[name]
             changed[base] = tuple(parts)
         else:
-            changed[base] = given[name]
+            changed[base] = values[name]
     return Values(**changed)
 
 
@@ -201,9 +201,9 @@ class _Number(Value):
         return self.emit("pow", other, self)
 
     def narrowed(self) -> _Number:
-        found: _Number = self.emit("round", self)
-        found.is_narrow = True
-        return found
+        rounded: _Number = self.emit("round", self)
+        rounded.is_narrow = True
+        return rounded
 
 
 class _NumberTracer(Tracer):
@@ -215,8 +215,8 @@ class _NumberTracer(Tracer):
             return super().emit(op, *operands)
         # An operation on float32 numbers in double precision, rounded afterwards, is that operation in float32.
         rounded = [self._narrow(a) if op != "where" or i else a for i, a in enumerate(operands)]
-        found = super().emit(op, *rounded)
-        return found if OPERATIONS[op].compares else found.narrowed()
+        result = super().emit(op, *rounded)
+        return result if OPERATIONS[op].compares else result.narrowed()
 
     def _narrow(self, a: Any) -> Any:
         return a if isinstance(a, _Number) and a.is_narrow else super().emit("round", a)
@@ -232,8 +232,8 @@ def _trace_numbers(
     tracer = _NumberTracer()
     values: dict[str, Any] = {name: tracer.input("tensor", name) for name in inputs}
     try:
-        found = function(values)
-        outputs = [value if isinstance(value, Value) else tracer.emit("add", value, 0.0) for value in found.values()]
+        results = function(values)
+        outputs = [value if isinstance(value, Value) else tracer.emit("add", value, 0.0) for value in results.values()]
     except (TypeError, AttributeError, ValueError) as error:
         raise NotTraceable(str(error)) from error
-    return Program(inputs, (), tuple(tracer.instructions), tuple(value.number for value in outputs)), tuple(found)
+    return Program(inputs, (), tuple(tracer.instructions), tuple(value.number for value in outputs)), tuple(results)

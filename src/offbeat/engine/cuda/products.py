@@ -42,7 +42,7 @@ class TritonProducts(Products):
     """Products of 16-bit numbers by Triton kernels; by torch where the kernels' descriptors cannot read a matrix."""
 
     def are_quick(self, x: Tensor) -> bool:
-        """Whether the kernels are used for stacks of this shape."""
+        """Return whether the kernels are used for stacks of this shape."""
         return x.dim() == 3 and min(x.shape[-2:]) >= SMALLEST and _is_readable(x)
 
     def symmetric(
@@ -96,7 +96,7 @@ _TRITON, _TORCH = TritonProducts(), Products()
 
 @functools.cache
 def _are_right(dtype: torch.dtype, device: torch.device, interpreted: bool) -> bool:
-    """Whether all kernels compile and their results are those of torch; if not, a warning says why.
+    """Return whether all kernels compile and their results are those of torch; if not, a warning says why.
 
     A step finds this out before it has changed anything.
     """
@@ -133,8 +133,8 @@ def _errors(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, flo
         yield "sums", _distance(out, 3 * exact + factors[0].double() @ factors[1].double())
 
 
-def _distance(found: Tensor, exact: Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+def _distance(computed: Tensor, exact: Tensor) -> float:
+    return float((computed.double() - exact).norm() / exact.norm())
 
 
 def _has_descriptors(device: torch.device) -> bool:

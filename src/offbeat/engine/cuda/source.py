@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offbeat.engine.codec import (
+from offbeat.engine.eight_bit import (
     CODE_DTYPES,
     COLUMN_FACTORS,
     GROUP,
@@ -41,7 +41,7 @@ _STORED = SUPPORTED | {dtype: f"tl.{str(dtype).removeprefix('torch.')}" for dtyp
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel does besides the update.
+    """A variant of a kernel, by what it does besides the update.
 
     Attributes:
         by_row: coefficients are on the device, one row for each set; else there is one set, passed at the launch.
@@ -58,7 +58,7 @@ class Variant:
     zeroed: bool = False
 
     @property
-    def extras(self) -> list[str]:
+    def transforms(self) -> list[str]:
         """The names of further pointers that the kernel takes, in order."""
         names = {"scale": self.scaled, "found_inf": self.guarded, "clip": self.clipped}
         return [name for name, wanted in names.items() if wanted]
@@ -80,7 +80,7 @@ QUOTIENT = """\
     )"""
 PLAIN_QUOTIENT = "    return a / b"
 
-#: Compact forms in registers; :mod:`offbeat.engine.codec` defines them.
+#: Compact forms in registers; :mod:`offbeat.engine.eight_bit` defines them.
 _COMPACT = f"""
 @triton.jit
 def random(index, step):
@@ -143,7 +143,7 @@ def decode_unsigned8(c, scale, BLOCK: tl.constexpr):
 def triton_source(typed: TypedProgram, variant: Variant) -> str:
     """The source of a program.
 
-    It defines ``kernel(blocks, table, tensors, coefficients..., extras..., BLOCK)``. ``blocks`` holds
+    It defines ``kernel(blocks, table, tensors, coefficients..., transforms..., BLOCK)``. ``blocks`` holds
     ``tensor << 32 | block`` for each program, ``table`` the addresses of each column, then the sizes, and with
     ``by_row`` the row of coefficients each tensor uses. Further columns have the addresses of scales.
     """
@@ -160,7 +160,7 @@ def triton_source(typed: TypedProgram, variant: Variant) -> str:
 
 
 def is_rough(typed: TypedProgram) -> bool:
-    """Whether results are stored in so few bits that the last bits of quotients and roots do not matter."""
+    """Return whether results are stored in so few bits that the last bits of quotients and roots do not matter."""
     written = [typed.dtypes[0], *typed.dtypes[2:]]
     return bool(scaled_columns(typed.formats)) or all(dtype in (torch.bfloat16, torch.float16) for dtype in written)
 
@@ -170,24 +170,25 @@ def update_source(typed: TypedProgram, rough: bool) -> list[str]:
     program, compute = typed.program, typed.compute
     inputs = len(program.tensors) + len(program.coefficients)
     lines = ["@triton.jit", f"def update({', '.join(f'v{i}' for i in range(inputs))}):"]
-    divisors = {one.args[1] for _, one in program.maths if one.op == "div" and isinstance(one.args[1], int)}
+    divided_by = [instruction.args[1] for _, instruction in program.maths if instruction.op == "div"]
+    divisors = {number for number in divided_by if isinstance(number, int)}
     inverses = [i for i in sorted(divisors) if rough and program.scalar(i)]
     lines += [f"    w{i} = 1.0 / v{i}" for i in inverses]
-    if any(one.op == "sign" for _, one in program.maths):
+    if any(instruction.op == "sign" for _, instruction in program.maths):
         lines.append(f"    one = tl.full([1], 1.0, {SUPPORTED[compute]})")
-    for number, one in program.maths:
+    for number, instruction in program.maths:
         names = []
-        for position, a in enumerate(one.args):
+        for position, a in enumerate(instruction.args):
             if isinstance(a, Constant):
                 # As a tensor, because a literal would be rounded to float32 first.
                 lines.append(f"    k{number}_{position} = tl.full([1], {a.value!r}, {SUPPORTED[compute]})")
                 names.append(f"k{number}_{position}")
             else:
                 names.append(f"v{a}")
-        if one.op == "div" and one.args[1] in inverses:
-            lines.append(f"    v{number} = {names[0]} * w{one.args[1]}")
+        if instruction.op == "div" and instruction.args[1] in inverses:
+            lines.append(f"    v{number} = {names[0]} * w{instruction.args[1]}")
         else:
-            lines.append(f"    v{number} = {_expression(one.op, names, compute, rough)}")
+            lines.append(f"    v{number} = {_expression(instruction.op, names, compute, rough)}")
     lines.append(f"    return {', '.join(f'v{output}' for output in program.outputs)}")
     return lines
 
@@ -206,7 +207,7 @@ def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
     columns, names = range(len(dtypes)), range(len(program.coefficients))
     c = SUPPORTED[typed.compute]
     scalars = ["rows"] if variant.by_row else [f"c{i}" for i in names]
-    arguments = ["blocks", "table", "tensors", *scalars, *variant.extras, "BLOCK: tl.constexpr"]
+    arguments = ["blocks", "table", "tensors", *scalars, *variant.transforms, "BLOCK: tl.constexpr"]
     lines = ['@triton.jit(do_not_specialize=["tensors"])', f"def kernel({', '.join(arguments)}):"]
     lines += [
         "    place = tl.load(blocks + tl.program_id(0))",
@@ -223,7 +224,7 @@ def _kernel(typed: TypedProgram, variant: Variant) -> list[str]:
             f"        row = rows + tl.load(table + tensors * {len(dtypes) + 1} + tensor) * {len(program.coefficients)}"
         )
         lines += [f"        c{i} = tl.load(row + {i}).to({c})" for i in names]
-    for name in variant.extras:
+    for name in variant.transforms:
         if name != "found_inf":
             lines.append(f"        {name}_ = tl.load({name}).to({c})")
     for position, i in enumerate(scaled_columns(formats)):

@@ -78,7 +78,7 @@ class DeviceTable:
 
     @property
     def can_freeze(self) -> bool:
-        """Whether a captured launch can have a table of its own."""
+        """Return whether a captured launch can have a table of its own."""
         return bool(self._spares)
 
     def freeze(self, addresses: Sequence[array[int]], rows: array[int], tail: array[float]) -> Tensor:

@@ -43,7 +43,7 @@ _LOW = 0xFFFFFFFF
 
 def scaled_columns(formats: tuple[str, ...]) -> list[int]:
     """The columns that have scales."""
-    return [i for i, one in enumerate(formats) if one in CODE_DTYPES]
+    return [i for i, form in enumerate(formats) if form in CODE_DTYPES]
 
 
 def scales_for(elements: int) -> int:

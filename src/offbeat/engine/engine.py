@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from offbeat._torch import is_traced
-from offbeat.engine.agree import check_shared_work
+from offbeat.engine.agree import Difference, check_same
 from offbeat.engine.build import Part, check_gradients
 from offbeat.engine.choice import Choice, choose
-from offbeat.engine.extras import NOTHING, Extras, Work, by_hand, fitting
-from offbeat.engine.matrix import WHOLE
-from offbeat.engine.options import Options, OptionsCache, Sharing, option_names
-from offbeat.engine.reader import why_no_reader
+from offbeat.engine.cpu.reader import why_no_reader
+from offbeat.engine.grad_transforms import NO_TRANSFORMS, GradTransforms, Work, applied_by_hand, on_one_device
+from offbeat.engine.matrix.matrices import WHOLE
+from offbeat.engine.options import Options, OptionsCache, Sharing
 from offbeat.engine.state import State
 from offbeat.engine.tensors import local
 from offbeat.rules.rule import Rule
@@ -42,7 +42,7 @@ class Engine:
         self,
         work: Sequence[Work],
         state: State,
-        extras: Extras,
+        transforms: GradTransforms,
         groups: Sequence[dict[str, Any]],
         *,
         differentiable: bool,
@@ -53,7 +53,7 @@ class Engine:
             groups: all groups of the optimizer; cached batches of other groups are dropped.
         """
         self._groups = groups
-        if extras is NOTHING and not is_traced():
+        if transforms is NO_TRANSFORMS and not is_traced():
             jobs: list[tuple[Part, Options]] = []
             for item in work:
                 try:
@@ -69,10 +69,10 @@ class Engine:
                 if self._options.rule.matrix is not None:
                     self._agree(jobs, work)
                 for part, options in jobs:
-                    part.run(options, extras)
+                    part.run(options, transforms)
                 return
         with torch.set_grad_enabled(differentiable):
-            if self._run(work, state, extras):
+            if self._run(work, state, transforms):
                 self._forget(groups, state)
 
     def _find(self, item: Work, state: State) -> tuple[Part, Options] | None:
@@ -85,30 +85,32 @@ class Engine:
     def check(self, work: Sequence[Work], state: State) -> None:
         """Raise if a gradient does not fit its parameter or the rule. Changes nothing."""
         for item in work:
-            if not is_traced() and (found := self._find(item, state)) is not None:
-                found[0].release()
+            if not is_traced() and (cached := self._find(item, state)) is not None:
+                cached[0].release()
             else:
                 check_gradients(self._options.of(item.group), item.params, item.gradients)
 
     def _agree(self, jobs: Sequence[tuple[Part, Options]], work: Sequence[Work]) -> None:
         """Raise, on every rank alike, unless the ranks that share work are about to do the same."""
-        numbers = [next((i for i, one in enumerate(self._groups) if one is item.group), -1) for item in work]
-        found: dict[Any, list[tuple[Options, Any]]] = {}
+        numbers = [next((i for i, group in enumerate(self._groups) if group is item.group), -1) for item in work]
+        shared: dict[Any, list[tuple[Options, Any]]] = {}
         devices: dict[Any, torch.device] = {}
         batches = [(batch, options) for part, options in jobs for batch, _ in part.batches]
         for (part, options), number in zip(jobs, numbers, strict=True):
             for batch, places in part.batches:
-                for group, mine in batch.shared(options).items():
+                for group, shared_jobs in batch.shared(options).items():
                     # By their places in the group, which do not depend on what has had gradients before.
-                    what = (number, [(places[job.at], tuple(job.shape), job.kind) for job in mine])
-                    found.setdefault(group, []).append((options, what))
+                    what = (number, [(places[job.at], tuple(job.shape), job.kind) for job in shared_jobs])
+                    shared.setdefault(group, []).append((options, what))
                     devices.setdefault(group, batch.shards[0].device)
-        if not found:
+        if not shared:
             return
         try:
-            if not self._options.has_owners:  # whose optimizer has made sure that all ranks take the same step
-                for group, mine in found.items():
-                    check_shared_work(mine, group, devices[group])
+            for group, shared_jobs in shared.items():
+                values: dict[str, Any] = {"gradients": [what for _, what in shared_jobs]}
+                for name in shared_jobs[0][0].words:
+                    values[name] = ", ".join(options.words[name] for options, _ in shared_jobs)
+                check_same(values, group, devices[group], _different_work)
             for batch, options in batches:
                 batch.check_copies(options)
         except BaseException:
@@ -116,19 +118,7 @@ class Engine:
                 part.release()
             raise
 
-    def describe(self, work: Sequence[Work]) -> dict[str, str]:
-        """Which parameters have gradients, and the options of their groups, in words that ranks can compare."""
-        given = [[(i, tuple(p.shape)) for i, (p, g) in enumerate(zip(item.params, item.gradients, strict=True))
-                  if g is not None] for item in work]  # fmt: skip
-        words = [self._options.of(item.group).words for item in work]
-        return {"gradients": repr(given)} | {name: ", ".join(one[name] for one in words) for name in self.names[1:]}
-
-    @property
-    def names(self) -> list[str]:
-        """The names in what :meth:`describe` returns."""
-        return ["gradients", *option_names(self._options.rule)]
-
-    def _run(self, work: Sequence[Work], state: State, extras: Extras) -> bool:
+    def _run(self, work: Sequence[Work], state: State, transforms: GradTransforms) -> bool:
         """Like :meth:`run`; returns whether new batches were built."""
         work = [item for item in work if item.has_gradients]
         again: list[Work] = []
@@ -136,9 +126,9 @@ class Engine:
         built = False
         try:
             jobs += (self._prepare(item, state, again) for item in work)
-            at_hand = fitting(extras, work) if extras else NOTHING
+            at_hand = on_one_device(transforms, work) if transforms else NO_TRANSFORMS
             takes = not again and at_hand is not None and all(part.takes(at_hand) for part, _ in jobs)
-            if not extras or takes:
+            if not transforms or takes:
                 if self._options.rule.matrix is not None:
                     self._agree(jobs, work)
                 for part, _ in jobs:
@@ -146,7 +136,7 @@ class Engine:
                 for part, _ in jobs:
                     part.settle()
                 for (part, options), item in zip(jobs, work, strict=True):
-                    part.run(options, at_hand or NOTHING)
+                    part.run(options, at_hand or NO_TRANSFORMS)
                     if self._parts.get(item.key) is not part:
                         built = True
                         self._parts.pop(item.key, None)
@@ -157,17 +147,17 @@ class Engine:
         finally:
             for part, _ in jobs:
                 part.release()
-        if extras and not takes:
-            with by_hand(extras, work) as changed:
-                return changed is not None and self._run(changed, state, NOTHING)
+        if transforms and not takes:
+            with applied_by_hand(transforms, work) as changed:
+                return changed is not None and self._run(changed, state, NO_TRANSFORMS)
         for item in again:
-            self._run([item], state, NOTHING)
+            self._run([item], state, NO_TRANSFORMS)
         return built
 
     def _prepare(self, item: Work, state: State, again: list[Work]) -> tuple[Part, Options]:
         """Batches for this work, ready to run. Repeated parameters are added to ``again``, to be updated afterwards."""
-        if not is_traced() and (found := self._find(item, state)) is not None:
-            return found
+        if not is_traced() and (cached := self._find(item, state)) is not None:
+            return cached
         options = self._options.of(item.group)
         params, grads = item.params, item.gradients
         if len(set(map(id, params))) < len(params):
@@ -189,7 +179,7 @@ class Engine:
         self._parts = dict(reversed(kept))
 
     def clips_exactly(self, params: Sequence[Tensor]) -> bool:
-        """Whether the batches of these parameters clip in the same pass, with the same bits as in a separate pass."""
+        """Return whether the batches of these parameters clip in the same pass, with the bits of a separate pass."""
         part = self._parts.get(tuple(map(id, params)))
         return part is not None and all(batch.clips_exactly for batch, _ in part.batches)
 
@@ -198,13 +188,13 @@ class Engine:
         options = self._options.of(group)
         part = self._parts.get(Work(group, group["params"], None).key)
         decided = part.choices if part is not None and part.options.kind == options.kind else {}
-        found = [decided.get(id(p)) or _would_choose(options, p, state) for p in group["params"]]
+        choices = [decided.get(id(p)) or _would_choose(options, p, state) for p in group["params"]]
         slow = why_no_reader()
         return [
             choice._replace(reason=f"{choice.reason}; addresses are read in Python: {slow}")
             if slow and choice.tier == "fused"
             else choice
-            for choice in dict.fromkeys(found)
+            for choice in dict.fromkeys(choices)
         ]
 
 
@@ -240,3 +230,15 @@ def _layers(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tu
         layers[depth][0].append(p)
         layers[depth][1].append(g)
     return layers
+
+
+def _different_work(difference: Difference) -> Exception:
+    if difference.name == "gradients":
+        return RuntimeError(
+            "the ranks have gradients for different matrices in this step, and each matrix needs all ranks; make sure "
+            "that all ranks use the same parameters, or fill in zeros for gradients that are missing"
+        )
+    return RuntimeError(
+        f"the ranks have different values of the option {difference.name!r} ({difference}), so that their parameters "
+        "would drift apart; set it to the same value in the param groups of every rank. No rank has changed anything"
+    )

@@ -25,12 +25,12 @@ from offbeat.engine.cpu.compiler import (
     CompilerError,
     cache_directory,
     cached,
+    digest,
     find_compiler,
     version_of,
     why_not_readable,
     why_not_wanted,
 )
-from offbeat.engine.cpu.shipped import digest
 
 SOURCE = Path(__file__).with_name("reader.cpp")
 OPTIONS = ("-std=c++20", "-O2", "-w", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -59,14 +59,14 @@ class Build:
         try:
             self._command = _command()
         except CompilerError as error:
-            found = cached(f"{name}-*.so")
-            if not found:
+            libraries = cached(f"{name}-*.so")
+            if not libraries:
                 raise CompilerError(why_not_readable() or str(error)) from error
-            self.library, self._why_not = found[0], str(error)
+            self.library, self._why_not = libraries[0], str(error)
             return
         self._name = f"{name}-{_digest_of_build(self._command)}"
-        found = cached(f"{self._name}.so")  # the directory may be read-only
-        self._use(found[0].parent if found else cache_directory())
+        libraries = cached(f"{self._name}.so")  # the directory may be read-only
+        self._use(libraries[0].parent if libraries else cache_directory())
         self._began = time.time()
         self._deadline = time.monotonic() + SECONDS
         self._attempts = 0
@@ -140,7 +140,7 @@ class Build:
 
 
 def is_whole(library: Path) -> bool:
-    """Whether a library is complete. Loading one that was cut off would kill the process."""
+    """Return whether a library is complete. Loading one that was cut off would kill the process."""
     if sys.platform == "darwin":
         return True
     with open(library, "rb") as file:

@@ -12,13 +12,13 @@ from torch import Tensor
 from offbeat.engine.tensors import has_values
 
 
-def mark_unbegun(t: Tensor) -> None:
+def mark_before_first_step(t: Tensor) -> None:
     """Mark a state tensor as one that has not seen a step."""
     t.fill_(_mark(t.dtype))
 
 
-def is_unbegun(t: Tensor) -> bool:
-    """Whether the tensor still has the values that :func:`mark_unbegun` wrote."""
+def is_before_first_step(t: Tensor) -> bool:
+    """Return whether the tensor still has the values that :func:`mark_before_first_step` wrote."""
     return t.numel() > 0 and has_values(t) and bool((t == _mark(t.dtype)).all())
 
 

@@ -1,7 +1,7 @@
-// Reads and checks the addresses of many tensors in one call; offbeat/engine/addresses.py says what for.
+// Reads and checks the addresses of many tensors in one call, for offbeat/engine/addresses.py.
 //
-// Compiled against the headers of the torch that is installed, so that where a tensor keeps what is torch's to know.
-// Nothing is kept between calls: tensors come in lists that own them, and are looked at while those are there.
+// Compiled against the headers of the installed torch, which say where a tensor keeps its fields. Nothing is kept
+// between calls: the lists that are passed in own the tensors.
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -15,13 +15,13 @@
 
 namespace {
 
-constexpr int64_t CHANGED = -1;  // a tensor is not what it was
-constexpr int64_t UNKNOWN = -2;  // a distributed gradient has a specification that has not been seen before
+constexpr int64_t CHANGED = -1;  // a tensor has changed
+constexpr int64_t UNKNOWN = -2;  // a distributed gradient has a new specification
 
 PyObject* local_name = nullptr;
 PyObject* spec_name = nullptr;
 
-// The 64-bit numbers of an array.array, for as long as this lives.
+// Gives access to the 64-bit numbers of an array.array, which cannot be resized meanwhile.
 class Words {
  public:
   Words(PyObject* object, bool writable) {
@@ -31,7 +31,7 @@ class Words {
   Words(const Words&) = delete;
   Words& operator=(const Words&) = delete;
   Words& operator=(Words&&) = delete;
-  ~Words() { PyBuffer_Release(&view_); }  // does nothing for one that has been moved from
+  ~Words() { PyBuffer_Release(&view_); }  // does nothing after a move
   int64_t* data() const { return static_cast<int64_t*>(view_.buf); }
   int64_t size() const { return static_cast<int64_t>(view_.len / sizeof(int64_t)); }
 
@@ -39,12 +39,12 @@ class Words {
   Py_buffer view_{};
 };
 
-// The object at a position, which the list goes on owning; null beyond the end.
+// Returns the object at a position, still owned by the list, or null beyond the end.
 inline PyObject* item(PyObject* list, int64_t i) {
   return i < PyList_GET_SIZE(list) ? PyList_GET_ITEM(list, i) : nullptr;
 }
 
-// A reference of one's own, for what comes from an attribute.
+// Owns a reference to the value of an attribute.
 class Owned {
  public:
   explicit Owned(PyObject* object) : object_(object) {}
@@ -57,8 +57,8 @@ class Owned {
   PyObject* object_;
 };
 
-// What torch gives a dense tensor for dispatch keys on this device if its memory simply holds its values. Sparse,
-// negated, conjugated, wrapped and inference tensors, and those that Python handles, have others.
+// Returns the dispatch keys of a dense tensor on this device whose memory simply holds its values. Sparse, negated,
+// conjugated, wrapped and inference tensors have other keys, and so do those with a Python dispatch.
 c10::DispatchKeySet plain_keys(c10::Device device) {
   const auto dense = c10::DispatchKeySet(c10::computeDispatchKey(std::nullopt, std::nullopt, device));
   const auto backend = dense.highestBackendKey();
@@ -66,20 +66,20 @@ c10::DispatchKeySet plain_keys(c10::Device device) {
       c10::getAutocastRelatedKeySetFromBackend(backend) | c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView);
 }
 
-// Whether the tensor is no object of a subclass. One that has never been seen from Python is not.
+// Returns whether the tensor's Python object is a plain Tensor; one without a Python object counts as plain.
 template <class Slot>
 auto has_plain_type(const at::Tensor&, const Slot* slot, int) -> decltype(slot->load_pyobj(), true) {
   PyObject* object = slot->load_pyobj();
   return !object || THPVariable_CheckExact(object);
 }
 template <class Slot>
-bool has_plain_type(const at::Tensor& tensor, const Slot*, long) {  // a torch that has another way to ask
+bool has_plain_type(const at::Tensor& tensor, const Slot*, long) {  // for a torch whose slot has no load_pyobj()
   const Owned object(THPVariable_Wrap(tensor));
   if (!object.get()) throw python_error();
   return THPVariable_CheckExact(object.get());
 }
 
-// Dimensions, sizes and strides of one row, as they were when the book was made.
+// The dimensions, sizes and strides that the tensors of one row must have.
 struct Shape {
   int64_t dimensions;
   const int64_t* sizes;
@@ -95,7 +95,7 @@ class Check {
  public:
   explicit Check(c10::Device device) : device_(device), keys_(plain_keys(device)) {}
 
-  // Whether a tensor is plain and of this dtype, shape and layout; its address if so.
+  // Returns whether a tensor is plain and has this dtype, shape and layout. Writes its address if so.
   bool operator()(c10::TensorImpl* tensor, const Kind& kind, const Shape& shape, int64_t* address) const {
     if (tensor->key_set() != keys_ || tensor->dtype() != kind.dtype || tensor->device() != device_) return false;
     const auto sizes = tensor->sizes();
@@ -109,7 +109,7 @@ class Check {
     *address = 0;
     const auto bytes = static_cast<size_t>(tensor->numel()) * kind.size;
     if (!bytes) return true;
-    // Somebody may have freed or shrunk the memory under a tensor that knows nothing of it. A tensor here has no gaps.
+    // Somebody may have freed or shrunk the memory without the tensor's knowledge. Tensors here have no gaps.
     const auto start = static_cast<size_t>(tensor->storage_offset()) * kind.size;
     if (start + bytes > storage.nbytes() || !storage.data()) return false;
     *address = reinterpret_cast<int64_t>(storage.mutable_data()) + static_cast<int64_t>(start);
@@ -121,14 +121,14 @@ class Check {
   c10::DispatchKeySet keys_;
 };
 
-// An attribute of the objects of one type. Where it is a slot, as DTensor's are, the slot is asked directly.
+// Reads an attribute of objects of one type. If it is a slot, as in DTensor, the slot is read directly.
 class Attribute {
  public:
   Attribute(PyTypeObject* type, PyObject* name) : type_(type), name_(name), slot_(get_from(type, name)) {
     PyObject* slot = slot_.get();
     direct_ = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) && type->tp_getattro == PyObject_GenericGetAttr;
   }
-  // A new reference, or null where there is no such attribute.
+  // Returns a new reference, or null if there is no such attribute.
   PyObject* operator()(PyObject* object) const {
     PyObject* found = direct_ && Py_TYPE(object) == type_
         ? PyMemberDescr_Type.tp_descr_get(slot_.get(), object, reinterpret_cast<PyObject*>(type_))
@@ -149,7 +149,7 @@ class Attribute {
   bool direct_;
 };
 
-// What a distributed tensor consists of; null where it has no such attribute.
+// The local tensor and the specification of a distributed tensor; null if it has no such attribute.
 struct Parts {
   Parts(const Attribute& local, const Attribute& spec, PyObject* object) : local(local(object)), spec(spec(object)) {}
   Owned local, spec;
@@ -212,14 +212,14 @@ class Reading {
 
   PyObject* column(int64_t c) const { return PyList_GET_ITEM(a_[COLUMNS], c); }
 
-  // The tensor of an object that is no subclass's, or null.
+  // Returns the tensor of an object whose type is Tensor or Parameter, else null.
   c10::TensorImpl* plain(PyObject* object) const {
     if (!object || (Py_TYPE(object) != tensor_type_ && Py_TYPE(object) != parameter_type_)) return nullptr;
     return THPVariable_Unpack(object).unsafeGetTensorImpl();
   }
 
-  // With thousands of tensors most of the time is spent waiting for memory: object, then tensor, then storage. Each is
-  // asked for some rows before it is needed, when what leads to it has arrived.
+  // With thousands of tensors most of the time goes into waiting for memory: object, then tensor, then storage. Each
+  // is prefetched some rows ahead, when the pointer to it has arrived.
   void prefetch(int64_t i) const {
     for (int64_t c = 0; c < columns_; ++c) prefetch(column(c), i);
     if (wrappers_) {
@@ -252,7 +252,7 @@ class Reading {
     return true;
   }
 
-  // 1 if the row has a gradient, 0 if it has none, else what is wrong.
+  // Returns 1 if the row has a gradient, 0 if it has none, or CHANGED or UNKNOWN.
   int64_t row(int64_t i, const Shape& shape) {
     for (int64_t c = 0; c < columns_; ++c) {
       auto* tensor = plain(item(column(c), i));
@@ -294,7 +294,7 @@ class Reading {
     return tensor.defined() ? THPVariable_Wrap(tensor) : Py_NewRef(Py_None);
   }
 
-  // All wrappers are of one type, as a rule: it is looked at once.
+  // Usually all wrappers have one type, so its attributes are looked up once.
   bool is_tensor(PyObject* object) {
     if (Py_TYPE(object) == known_) return true;
     if (!PyObject_TypeCheck(object, tensor_type_)) return false;
@@ -309,7 +309,7 @@ class Reading {
   int64_t found(int64_t i, c10::TensorImpl* tensor, const Shape& shape) {
     int64_t* address = &tables_[1].data()[i];
     if (!tensor || !check_(tensor, kinds_[0], shape, address)) return CHANGED;
-    if (!*address) *address = 1;  // an empty tensor lies nowhere, but it is there
+    if (!*address) *address = 1;  // an empty gradient has no address, and 0 means that there is none
     return 1;
   }
 
@@ -337,14 +337,14 @@ PyObject* read(PyObject*, PyObject* const* a, Py_ssize_t count) {
   }
   try {
     return PyLong_FromLongLong(Reading(a).run());
-  } catch (python_error&) {  // what was raised is raised in Python
+  } catch (python_error&) {  // the error is already set in Python
     return nullptr;
-  } catch (const std::exception&) {  // a tensor that cannot be asked is none to work on
+  } catch (const std::exception&) {  // treat a tensor that raises as changed
     return PyLong_FromLongLong(CHANGED);
   }
 }
 
-// Tell autograd that the tensors of every row with a gradient are written: bump(columns, gradients, wrappers or None).
+// Tells autograd that the tensors of every row with a gradient were written: bump(columns, gradients, wrappers or None).
 PyObject* bump(PyObject*, PyObject* const* a, Py_ssize_t count) {
   if (count != 3 || !PyList_Check(a[0]) || !(a[2] == Py_None || PyList_Check(a[2]))) {
     PyErr_SetString(PyExc_TypeError, "bump() takes a list of columns, a table and a list or None");
@@ -365,7 +365,7 @@ PyObject* bump(PyObject*, PyObject* const* a, Py_ssize_t count) {
       if (PyList_Check(item(a[0], c))) bump_list(item(a[0], c));
     if (a[2] != Py_None) bump_list(a[2]);
     Py_RETURN_NONE;
-  } catch (python_error&) {  // what was raised is raised in Python
+  } catch (python_error&) {  // the error is already set in Python
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

@@ -1,4 +1,4 @@
-"""What a step can do besides the update: unscale, clip or zero the gradients, or skip the step."""
+"""Changes of gradients that a step makes besides the update: unscale, clip, zero them, or skip the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there is at least one gradient."""
+        """Return whether there is at least one gradient."""
         return any(g is not None for g in (self.grads if self.grads is not None else (p.grad for p in self.params)))
 
     @property
@@ -41,8 +41,8 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What to do besides the update.
+class GradTransforms:
+    """The changes of gradients that a step makes.
 
     Attributes:
         grad_scale: divide gradients by this number, in place.
@@ -66,7 +66,7 @@ class Extras:
 
     @property
     def changes_gradients(self) -> bool:
-        """Whether gradients are changed."""
+        """Return whether gradients are changed."""
         return self.zero or self.grad_scale is not None
 
     def variant(self, *, by_row: bool) -> Variant:
@@ -75,11 +75,11 @@ class Extras:
         return Variant(by_row, scaled, guarded, clipped, self.zero)
 
 
-NOTHING = Extras()
+NO_TRANSFORMS = GradTransforms()
 
 
-def fitting(extras: Extras, work: Sequence[Work]) -> Extras | None:
-    """The same extras with all numbers on the device of the parameters, as kernels take them.
+def on_one_device(transforms: GradTransforms, work: Sequence[Work]) -> GradTransforms | None:
+    """The same transforms with all numbers on the device of the parameters, as kernels take them.
 
     None if there are several devices, or if two parameters share a gradient that changes: the second update would use
     the changed gradient.
@@ -87,35 +87,35 @@ def fitting(extras: Extras, work: Sequence[Work]) -> Extras | None:
     devices = {p.device for item in work for p in item.params}
     if len(devices) != 1:
         return None
-    if extras.changes_gradients:
-        given = [g for item in work for g in item.gradients if g is not None]
-        places = [local(g).data_ptr() for g in given if g.layout is torch.strided and g.numel()]
+    if transforms.changes_gradients:
+        gradients = [g for item in work for g in item.gradients if g is not None]
+        places = [local(g).data_ptr() for g in gradients if g.layout is torch.strided and g.numel()]
         if len(set(places)) < len(places):
             return None
     device = devices.pop()
-    scale, found_inf = (None if t is None else t.detach().to(device, torch.float32) for t in extras.numbers[:2])
-    clip = None if extras.clip is None else extras.clip.detach().to(device, torch.float64)
-    return Extras(scale, found_inf, clip, extras.zero)
+    scale, found_inf = (None if t is None else t.detach().to(device, torch.float32) for t in transforms.numbers[:2])
+    clip = None if transforms.clip is None else transforms.clip.detach().to(device, torch.float64)
+    return GradTransforms(scale, found_inf, clip, transforms.zero)
 
 
 @contextmanager
-def by_hand(extras: Extras, work: Sequence[Work]) -> Iterator[list[Work] | None]:
-    """For tiers that can only update: yields the work with prepared gradients, or None if the step is skipped.
+def applied_by_hand(transforms: GradTransforms, work: Sequence[Work]) -> Iterator[list[Work] | None]:
+    """Do this for tiers that can only update: yield the work with prepared gradients, or None if the step is skipped.
 
-    On exit, gradients are set to zero if the extras ask for it.
+    On exit, set gradients to zero if ``transforms`` asks for it.
     """
     there = list({id(g): local(g) for item in work for g in item.gradients if g is not None}.values())
-    if extras.found_inf is not None and extras.found_inf.item():
+    if transforms.found_inf is not None and transforms.found_inf.item():
         yield None
     else:
-        if extras.grad_scale is not None:
-            _in_place(there, extras.grad_scale.item())
-        if extras.clip is None:
+        if transforms.grad_scale is not None:
+            _in_place(there, transforms.grad_scale.item())
+        if transforms.clip is None:
             yield list(work)
         else:
-            clip = extras.clip.item()
+            clip = transforms.clip.item()
             yield [item._replace(grads=[None if g is None else g * clip for g in item.gradients]) for item in work]
-    if extras.zero:
+    if transforms.zero:
         _in_place(there, None)
 
 

@@ -2,8 +2,7 @@
 
 - **Shards** (FSDP2): each rank has a piece of every matrix. Pieces go to the owners by one packed all-to-all, and those
   of the result come back by another.
-- **Copies** (DDP): each rank has every matrix, and its gradient or only those of its own matrices. Each transforms its
-  own and sends them to the others.
+- **Copies** (DDP): each rank has every matrix and its gradient. Each transforms its own and sends them to the others.
 
 Both go round by round, and the exchange of one round runs beside the arithmetic of the next. Results travel with a flag
 that says whether the rank could compute them. If one could not, every rank raises, and the round changes nothing.
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat.engine.owners import assign, cost_of, rounds
+from offbeat.engine.matrix.assign import assign, cost_of, rounds
 
 __all__ = ["Cut", "Job", "Steps", "alike", "cut_of", "run_copies", "run_shards"]
 
@@ -52,7 +51,8 @@ def cut_of(p: Any) -> Cut | None:
     Raises:
         RuntimeError: it is cut along several dimensions of its mesh, or in another way than evenly in order.
     """
-    cuts = [(i, one) for i, one in enumerate(p.placements) if not one.is_replicate() and p.device_mesh.size(i) > 1]
+    several = [(i, placement) for i, placement in enumerate(p.placements) if p.device_mesh.size(i) > 1]
+    cuts = [(i, placement) for i, placement in several if not placement.is_replicate()]
     if not cuts:
         return None
     if len(cuts) > 1 or type(cuts[0][1]).__name__ != "Shard":
@@ -84,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Steps:
-    """What is done with jobs; each function gets jobs of one kind and shape.
+    """The functions that work on jobs; each function gets jobs of one kind and shape.
 
     Attributes:
         before: writes ``x`` of each job into the tensors it is given, and updates the state.
@@ -113,17 +113,10 @@ def run_shards(jobs: Sequence[Job], steps: Steps) -> None:
     _pipeline(jobs, owners, steps, first.group, _ShardRound)
 
 
-def run_copies(jobs: Sequence[Job], steps: Steps, group: Any, owners: Sequence[int] | None = None) -> None:
-    """Transform matrices that every rank of the group has.
-
-    Args:
-        owners: the owner of each matrix, if only the owner has the gradient and the state. None if every rank has them.
-    """
-    if owners is None:
-        found = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(group))
-        _pipeline(jobs, found, steps, group, _CopyRound)
-    else:
-        _pipeline(jobs, owners, steps, group, _OwnerRound)
+def run_copies(jobs: Sequence[Job], steps: Steps, group: Any) -> None:
+    """Transform matrices that every rank of the group has."""
+    owners = assign([cost_of(job.shape) for job in jobs], dist.get_world_size(group))
+    _pipeline(jobs, owners, steps, group, _CopyRound)
 
 
 def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: Any, kind: Any) -> None:
@@ -131,8 +124,8 @@ def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: A
     sizes = [torch.Size(job.shape).numel() * steps.dtype.itemsize for job in jobs]
     underway: list[_Round] = []
     try:
-        for some in rounds(sizes, owners, dist.get_world_size(group), ROUND_BYTES):
-            underway.append(kind([jobs[i] for i in some], [owners[i] for i in some], steps, group))
+        for members in rounds(sizes, owners, dist.get_world_size(group), ROUND_BYTES):
+            underway.append(kind([jobs[i] for i in members], [owners[i] for i in members], steps, group))
             if len(underway) > 1:
                 underway[-2].work()
             if len(underway) > 2:
@@ -143,16 +136,17 @@ def _pipeline(jobs: Sequence[Job], owners: Sequence[int], steps: Steps, group: A
             underway[0].finish()
             underway.pop(0)
     except Exception:
-        for one in underway:
-            one.undo()
+        for begun in underway:
+            begun.undo()
         raise
 
 
 class _Round:
-    """Some matrices, each with its owner: :meth:`work` transforms those of this rank, :meth:`finish` uses the results.
+    """The matrices of a round, each with its owner.
 
-    No rank raises by itself while the others wait for its data: it notes the error, tells them, and all raise together
-    in :meth:`finish`.
+    :meth:`work` transforms those of this rank, and :meth:`finish` updates the parameters from all results. No rank
+    raises by itself while the others wait for its data: it notes the error, tells them, and all raise together in
+    :meth:`finish`.
     """
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
@@ -161,7 +155,7 @@ class _Round:
         self.by_owner: list[list[Job]] = [[] for _ in range(self.world)]
         for job, owner in zip(jobs, owners, strict=True):
             self.by_owner[owner].append(job)
-        self.mine = self.by_owner[self.me]
+        self.own_jobs = self.by_owner[self.me]
         self._sent: list[Any] = []
         self._error: Exception | None = None
         self._kept: list[tuple[Tensor, Tensor]] = []
@@ -215,14 +209,14 @@ class _ShardRound(_Round):
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
         super().__init__(jobs, owners, steps, group)
-        self._out = _Packed([[(job, self.me) for job in some] for some in self.by_owner], steps)
-        self._in = _Packed([[(job, rank) for job in self.mine] for rank in range(self.world)], steps)
+        self._out = _Packed([[(job, self.me) for job in owned] for owned in self.by_owner], steps)
+        self._in = _Packed([[(job, rank) for job in self.own_jobs] for rank in range(self.world)], steps)
         self._attempt(self._before)
         self._sent = [_all_to_all(self._in, self._out, group)]
 
     def _before(self) -> None:
-        for some in alike(self.jobs):
-            self._begin(some, [self._out.views[job.at, self.me] for job in some])
+        for jobs in alike(self.jobs):
+            self._begin(jobs, [self._out.views[job.at, self.me] for job in jobs])
 
     def work(self) -> None:
         """Put the matrices together, transform them, and send the pieces of the results back."""
@@ -234,12 +228,12 @@ class _ShardRound(_Round):
 
     def _transform(self) -> None:
         views = self._in.views
-        for some in alike(self.mine):
-            cut = some[0].cut
+        for jobs in alike(self.own_jobs):
+            cut = jobs[0].cut
             assert cut is not None
-            x = torch.stack([torch.cat([views[job.at, rank] for rank in range(self.world)], cut.dim) for job in some])
-            result = self.steps.transform(some, x)
-            for job, whole in zip(some, result.unbind(), strict=True):
+            x = torch.stack([torch.cat([views[job.at, rank] for rank in range(self.world)], cut.dim) for job in jobs])
+            result = self.steps.transform(jobs, x)
+            for job, whole in zip(jobs, result.unbind(), strict=True):
                 pieces = torch.split(whole, [cut.size(rank) for rank in range(self.world)], cut.dim)
                 for rank, piece in enumerate(pieces):
                     views[job.at, rank].copy_(piece)
@@ -248,8 +242,8 @@ class _ShardRound(_Round):
         """Update the parameters from the pieces that came back."""
         self._wait()
         self._check(self._out, range(self.world))
-        for some in alike(self.jobs):
-            self.steps.after(some, [self._out.views[job.at, self.me] for job in some])
+        for jobs in alike(self.jobs):
+            self.steps.after(jobs, [self._out.views[job.at, self.me] for job in jobs])
 
 
 class _CopyRound(_Round):
@@ -257,16 +251,16 @@ class _CopyRound(_Round):
 
     def __init__(self, jobs: list[Job], owners: list[int], steps: Steps, group: Any) -> None:
         super().__init__(jobs, owners, steps, group)
-        self._wire = _Packed([[(job, 0) for job in some] for some in self.by_owner], steps, steps.wire)
-        self._x = self._buffer(self.mine) if steps.wire != steps.dtype else self._wire
+        self._wire = _Packed([[(job, 0) for job in owned] for owned in self.by_owner], steps, steps.wire)
+        self._x = self._buffer(self.own_jobs) if steps.wire != steps.dtype else self._wire
         self._attempt(self._before)
 
     def _buffer(self, jobs: list[Job]) -> _Packed:
         return _Packed([[(job, 0) for job in jobs]], self.steps)
 
     def _before(self) -> None:
-        for some in alike(self.mine):
-            self._begin(some, [self._x.views[job.at, 0] for job in some])
+        for jobs in alike(self.own_jobs):
+            self._begin(jobs, [self._x.views[job.at, 0] for job in jobs])
 
     def work(self) -> None:
         """Transform this rank's matrices, and send them while those of the others arrive."""
@@ -278,32 +272,25 @@ class _CopyRound(_Round):
                 self._sent.append(dist.broadcast(part.view(torch.uint8), source, group=self.group, async_op=True))
 
     def _transform(self) -> None:
-        for some in alike(self.mine):
-            result = self.steps.transform(some, torch.stack([self._x.views[job.at, 0] for job in some]))
-            for job, whole in zip(some, result.unbind(), strict=True):
+        for jobs in alike(self.own_jobs):
+            result = self.steps.transform(jobs, torch.stack([self._x.views[job.at, 0] for job in jobs]))
+            for job, whole in zip(jobs, result.unbind(), strict=True):
                 self._wire.views[job.at, 0].copy_(whole)
 
     def finish(self) -> None:
         """Update the parameters from what all ranks have now."""
         self._wait()
-        self._check(self._wire, [rank for rank, some in enumerate(self.by_owner) if some])
+        self._check(self._wire, [rank for rank, jobs in enumerate(self.by_owner) if jobs])
         self._follow()
-        for some in alike(self.jobs):
-            self.steps.after(some, [self._wire.views[job.at, 0] for job in some])
+        for jobs in alike(self.jobs):
+            self.steps.after(jobs, [self._wire.views[job.at, 0] for job in jobs])
 
     def _follow(self) -> None:
         """Update the state of matrices that others have transformed. Their ``x`` is not needed."""
-        mine = {job.at for job in self.mine}
-        for some in alike([job for job in self.jobs if job.at not in mine]):
-            ignored = self._buffer(some)
-            self.steps.before(some, [ignored.views[job.at, 0] for job in some])
-
-
-class _OwnerRound(_CopyRound):
-    """One round of matrices that every rank has, but not their gradients: the state is the owner's alone."""
-
-    def _follow(self) -> None:
-        pass
+        own = {job.at for job in self.own_jobs}
+        for jobs in alike([job for job in self.jobs if job.at not in own]):
+            ignored = self._buffer(jobs)
+            self.steps.before(jobs, [ignored.views[job.at, 0] for job in jobs])
 
 
 class _Packed:
@@ -318,16 +305,17 @@ class _Packed:
     def __init__(self, parts: list[list[tuple[Job, int]]], steps: Steps, dtype: torch.dtype | None = None) -> None:
         shapes = [[job.shape if job.cut is None else job.cut.shape_on(rank) for job, rank in part] for part in parts]
         dtype = dtype or steps.dtype
-        sizes = [[*(torch.Size(shape).numel() for shape in some), 16 // dtype.itemsize] for some in shapes]
-        self.splits = [sum(some) for some in sizes]
+        flag_size = 16 // dtype.itemsize
+        sizes = [[*(torch.Size(shape).numel() for shape in part_shapes), flag_size] for part_shapes in shapes]
+        self.splits = [sum(part_shapes) for part_shapes in sizes]
         self.flat = torch.empty(sum(self.splits), dtype=dtype, device=steps.device)
         self.parts = torch.split(self.flat, self.splits)
         self.views: dict[tuple[int, int], Tensor] = {}
         self.flags: list[Tensor] = []
-        for part, names, some, size in zip(self.parts, parts, shapes, sizes, strict=True):
+        for part, names, part_shapes, size in zip(self.parts, parts, shapes, sizes, strict=True):
             *pieces, flag = torch.split(part, size)
             self.flags.append(flag[0])
-            for (job, rank), piece, shape in zip(names, pieces, some, strict=True):
+            for (job, rank), piece, shape in zip(names, pieces, part_shapes, strict=True):
                 self.views[job.at, rank] = piece.view(shape)
 
 
@@ -341,7 +329,7 @@ def _all_to_all(to: _Packed, of: _Packed, group: Any) -> Any:
 
 def alike(jobs: Sequence[Job]) -> list[list[Job]]:
     """Jobs of one kind, shape and cut, together."""
-    found: dict[Any, list[Job]] = {}
+    groups: dict[Any, list[Job]] = {}
     for job in jobs:
-        found.setdefault((job.kind, job.shape, job.cut.dim if job.cut else None), []).append(job)
-    return list(found.values())
+        groups.setdefault((job.kind, job.shape, job.cut.dim if job.cut else None), []).append(job)
+    return list(groups.values())

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError
-from offbeat.engine.reader_build import Build, is_whole
+from offbeat.engine.cpu.reader_build import Build, is_whole
 
 #: Seconds between two checks whether the compiler is done.
 SECONDS_BETWEEN = 0.1
 
 
 class _Reader:
-    """The compiled reader of this process, and how far it is."""
+    """The compiled reader of this process: not started, being compiled, ready or failed."""
 
     def __init__(self) -> None:
         self.module: Any = None
@@ -139,7 +139,7 @@ def _load(library: Path) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _suits(module: Any, device: torch.device) -> bool:
-    """Whether the reader accepts a plain tensor of this device."""
+    """Return whether the reader accepts a plain tensor of this device."""
     with torch.inference_mode(False):
         return _read(module, [torch.empty(0, device=device)], []) == ([0], [0])
 
@@ -147,9 +147,9 @@ def _suits(module: Any, device: torch.device) -> bool:
 def _read(module: Any, tensors: list[Tensor], grads: list[Any] | None) -> tuple[list[int], list[int]] | None:
     """The addresses of parameters without state and of their gradients, as the module reads them."""
     tables = [array("q", bytes(8 * len(tensors))) for _ in range(2)]
-    given = None if grads is None else [*grads, *[None] * (len(tensors) - len(grads))]
+    padded = None if grads is None else [*grads, *[None] * (len(tensors) - len(grads))]
     count = module.read(
-        tensors, given, [tensors], tables, shapes_of(tensors), [tensors[0].dtype], tensors[0].device,
+        tensors, padded, [tensors], tables, shapes_of(tensors), [tensors[0].dtype], tensors[0].device,
         [], array("q"), None, [], [],
     )  # fmt: skip
     if count < 0:
@@ -164,9 +164,7 @@ class _Subclass(Tensor):
 
 @torch.inference_mode(False)
 def _agrees(module: Any) -> bool:
-    """Whether the module and Python give the same answers for some tensors."""
-    if not _torch.has_versions or _torch.neg_view is None:  # the answers cannot be compared
-        return False
+    """Return whether the module and Python give the same answers for some tensors."""
     # Written out, because the program may have set another default dtype or device.
     like: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     plain = [torch.nn.Parameter(torch.arange(6, **like)[2:]), torch.ones(2, 3, **like).t()]

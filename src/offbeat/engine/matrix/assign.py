@@ -6,13 +6,9 @@ These are pure functions of shapes: every rank computes the same result without 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from torch import Tensor
-
-from offbeat._torch import weak_table
-
-__all__ = ["Owners", "assign", "cost_of", "rounds"]
+__all__ = ["assign", "cost_of", "rounds"]
 
 
 def cost_of(shape: Sequence[int]) -> int:
@@ -51,7 +47,7 @@ def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) 
         [[0, 1, 3], [2]]
     """
     queues = [[i for i, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-    found = []
+    rounds_so_far = []
     while any(queues):
         now: list[int] = []
         for queue in queues:
@@ -59,44 +55,5 @@ def rounds(sizes: Sequence[int], owners: Sequence[int], ranks: int, limit: int) 
             while queue and (total == 0 or total + sizes[queue[0]] <= limit):
                 total += max(1, sizes[queue[0]])
                 now.append(queue.pop(0))
-        found.append(sorted(now))
-    return found
-
-
-class Owners:
-    """The owners of an optimizer's matrices. They never change, because the owner has the state of a matrix.
-
-    Attributes:
-        rank: the rank of this process.
-        stale: whether steps have changed state on the owners since all ranks last had all state.
-    """
-
-    def __init__(self, ranks: int, rank: int) -> None:
-        self.rank, self.stale = rank, False
-        self._busy = [0.0] * ranks
-        self._of = weak_table()
-
-    def add(self, params: Iterable[Tensor]) -> None:
-        """Assign an owner to each of these matrices that has none. Every rank must add the same matrices."""
-        new = [p for p in params if p not in self._of]
-        costs = [cost_of(p.shape) for p in new]
-        for p, cost, owner in zip(new, costs, assign(costs, len(self._busy), self._busy), strict=True):
-            self._of[p] = owner
-            self._busy[owner] += cost
-
-    def __contains__(self, p: object) -> bool:
-        return p in self._of
-
-    def of(self, p: Tensor) -> int:
-        """The owner of a matrix."""
-        if p not in self._of:
-            raise RuntimeError(
-                f"a matrix of shape {tuple(p.shape)} has no owner; add it to the optimizer with add_param_group, on "
-                "every rank"
-            )
-        found: int = self._of[p]
-        return found
-
-    def has(self, p: Tensor) -> bool:
-        """Whether this process owns a matrix."""
-        return self.of(p) == self.rank
+        rounds_so_far.append(sorted(now))
+    return rounds_so_far

@@ -20,8 +20,8 @@ from torch.autograd.graph import increment_version
 from offbeat.engine.choice import choose, uses_triton
 from offbeat.engine.cpu.kernel import CpuKernel, cpu_kernel
 from offbeat.engine.cuda.launch import Launches
-from offbeat.engine.extras import NOTHING
 from offbeat.engine.foreach import run_foreach
+from offbeat.engine.grad_transforms import NO_TRANSFORMS
 from offbeat.engine.loop import run_loop
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets
@@ -46,7 +46,7 @@ class Stage:
         self._rule, self._names = rule, names & keys
 
     def keys(self, present: Sequence[str]) -> tuple[str, ...]:
-        """Those of these state tensors that it reads and writes."""
+        """Return the names among ``present`` that this stage reads and writes."""
         return tuple(key for key in present if key in self._names)
 
     @staticmethod
@@ -54,7 +54,7 @@ class Stage:
         """The coefficients that kernels take, in order."""
         return tuple(name for name in coefficients if name != "rounding_step")
 
-    def found(
+    def kernel_for(
         self,
         keys: tuple[str, ...],
         names: tuple[str, ...],
@@ -66,8 +66,8 @@ class Stage:
 
         None if it has run no kernel.
         """
-        found = known.get((self, keys, names, dtypes, device))
-        return None if found is None or found[1] != "fused" else (found[0], found[2])
+        entry = known.get((self, keys, names, dtypes, device))
+        return None if entry is None or entry[1] != "fused" else (entry[0], entry[2])
 
     def run(
         self,
@@ -77,7 +77,7 @@ class Stage:
         coefficients: Mapping[str, Any],
         known: dict[Any, Any],
     ) -> None:
-        """Run it over rows of equally shaped tensors.
+        """Update rows of equally shaped tensors.
 
         Args:
             keys: the names of the state tensors among the columns.
@@ -86,16 +86,16 @@ class Stage:
             known: choices, and launches for rows of these sizes, that are kept for the next step of a batch.
         """
         names = self.names(coefficients)
-        one = [column[0] for column in columns]
-        dtypes = tuple(t.dtype for t in one)
-        kind = (self, keys, names, dtypes, one[0].device)
+        first_row = [column[0] for column in columns]
+        dtypes = tuple(t.dtype for t in first_row)
+        kind = (self, keys, names, dtypes, first_row[0].device)
         if kind in known:
             typed, tier, kernel = known[kind]
         else:
             program = trace(self._rule, tuple(keys), names, tuple(sorted(options.structure.items())))
-            choice = choose(options, one, program)
+            choice = choose(options, first_row, program)
             typed, tier = TypedProgram(program, dtypes), choice.tier
-            fused_here = tier == "fused" and not uses_triton(choice, one[0].device)
+            fused_here = tier == "fused" and not uses_triton(choice, first_row[0].device)
             kernel = cpu_kernel(typed) if fused_here else None
             if tier == "fused":  # which depends on nothing else, but for what is asked below
                 known[kind] = typed, tier, kernel
@@ -106,10 +106,10 @@ class Stage:
             numel = array("q", [row[0].numel() for row in rows])
             tables = [array("q", [t.data_ptr() or 1 for t in column]) for column in columns]
             if kernel is None:
-                key = (typed, numel.tobytes(), one[0].device)
+                key = (typed, numel.tobytes(), first_row[0].device)
                 if key not in known:
-                    known[key] = Launches(typed, numel, one[0].device)
-                known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NOTHING)
+                    known[key] = Launches(typed, numel, first_row[0].device)
+                known[key].with_sets(tables, CoefficientSets(None, [dict(coefficients)]), NO_TRANSFORMS)
             else:
                 flat = array("d", [coefficients[name] for name in names])
                 assert isinstance(kernel, CpuKernel)
@@ -129,7 +129,7 @@ def _alike(row: Sequence[Tensor]) -> bool:
 
 
 def _all_slots(rule: Rule) -> Any:
-    """The slots under every option that adds some."""
+    """Return all slots that the rule can have, whatever its options."""
     options = {**FLAGS, **{h.name: h.default for h in rule.hyper}, **rule.surface.fixed}
     more = {**options, **{h.name: True for h in rule.hyper if h.default is False}}
     return (*rule.slots(Values(**options)), *rule.slots(Values(**more)))

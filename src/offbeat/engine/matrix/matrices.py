@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from offbeat._torch import foreach_copy_
-from offbeat.engine import exchange
 from offbeat.engine.addresses import AddressBook
-from offbeat.engine.agree import check_same_gradients
+from offbeat.engine.agree import check_same_bits
 from offbeat.engine.batch import UnrecordedBatch
 from offbeat.engine.choice import Choice
-from offbeat.engine.chunks import Chunk, Kernels
 from offbeat.engine.cuda.products import products_for
-from offbeat.engine.elementwise import stages
-from offbeat.engine.exchange import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
-from offbeat.engine.extras import Extras
+from offbeat.engine.grad_transforms import GradTransforms
+from offbeat.engine.matrix import shared
+from offbeat.engine.matrix.chunks import Chunk, Kernels
+from offbeat.engine.matrix.pieces import Task, run_pieces, run_whole
+from offbeat.engine.matrix.shared import Cut, Job, Steps, alike, cut_of, run_copies, run_shards
+from offbeat.engine.matrix.stages import stages
 from offbeat.engine.member import Member
-from offbeat.engine.options import Options, Sharing
-from offbeat.engine.pieces import Task, run_pieces, run_whole
+from offbeat.engine.options import Options
 from offbeat.engine.scalars import tensor_numbers
 from offbeat.engine.state import State
 from offbeat.engine.tensors import compute_dtype, has_storage, is_dense, is_plain, match_layout, same_layout
@@ -62,7 +62,7 @@ class MatrixBatch(UnrecordedBatch):
         self.keeps = not symbolic and all(map(self._can_stay, members))
 
     def _can_stay(self, m: Member) -> bool:
-        """Whether a member's tensors can be recognised at the next step by asking where they lie."""
+        """Return whether a member's tensors can be recognised at the next step by their addresses."""
         p, like = m.columns[0], [m.columns[1], *(m.columns[2 + i] for i in self._like)]
         if not m.simple or not all(is_plain(t) and has_storage(t) for t in m.columns):
             return False
@@ -75,20 +75,14 @@ class MatrixBatch(UnrecordedBatch):
         like = [self.columns[i] for i in self._like]
         self.book = AddressBook([self.shards, *like], pinned, self.params if self.distributed else None)
 
-    _reads_memory = True  # chunks keep tables of addresses
-
     def prepare(self, options: Options) -> bool:
-        """Work out the numbers of the step; raises if they make no sense."""
+        """Compute the coefficients of the step; raises if they are invalid."""
         if not self._symbolic:
             return super().prepare(options)
         matrix = options.rule.matrix
         assert matrix is not None
         if self.distributed and any(_cut(matrix, p) is not None for p in self.params):
             raise RuntimeError("a step on matrices that are cut over ranks cannot be traced: other ranks take part")
-        if options.sharing is not None and options.sharing.owners is not None:
-            raise RuntimeError(
-                "a step whose gradients are reduced to the owners of matrices cannot be traced: other ranks take part"
-            )
         options.sample_coefficients()
         return True
 
@@ -97,7 +91,7 @@ class MatrixBatch(UnrecordedBatch):
         self._places_known = super().read(params, grads)
         return self._places_known
 
-    def _run(self, options: Options, extras: Extras, state: State, active: Any) -> None:
+    def _run(self, options: Options, transforms: GradTransforms, state: State, active: Any) -> None:
         if self._symbolic:
             for i, member in enumerate(self._members):
                 chunk = self._chunk(options, [i])
@@ -113,25 +107,25 @@ class MatrixBatch(UnrecordedBatch):
         self._tell_autograd(active)
 
     def shared(self, options: Options) -> dict[Any, list[Job]]:
-        """By process group, the parameters that several ranks share; the others are run alone."""
+        """Return, by process group, the parameters that several ranks share. The others are run alone."""
         matrix = options.rule.matrix
-        found: dict[Any, list[Job]] = {}
-        self._alone, self._jobs = None, found
+        jobs: dict[Any, list[Job]] = {}
+        self._alone, self._jobs = None, jobs
         if self._symbolic or not self._count or not (self.distributed or options.sharing is not None):
-            return found
+            return jobs
         assert matrix is not None
         self._alone = []
         for i in self._active() or ():
             cut = _cut(matrix, self.params[i]) if self.distributed else None
             if cut is not None:
                 job = Job(i, cut.shape, self.sets.number(i), cut)
-                found.setdefault(cut.group, []).append(job)
+                jobs.setdefault(cut.group, []).append(job)
             elif not self.distributed and options.sharing is not None:
                 job = Job(i, tuple(self.shards[i].shape), self.sets.number(i))
-                found.setdefault(options.sharing.group, []).append(job)
+                jobs.setdefault(options.sharing.group, []).append(job)
             else:
                 self._alone.append(i)
-        return found
+        return jobs
 
     def _run_with_others(self, options: Options, active: list[int]) -> list[int]:
         """Run those that several ranks share, and return the others."""
@@ -139,7 +133,8 @@ class MatrixBatch(UnrecordedBatch):
         assert matrix is not None
         for group, jobs in self._jobs.items():
             if not self.distributed:
-                self._run_copies(jobs, self._steps(options), options.sharing)
+                assert options.sharing is not None
+                run_copies(jobs, self._steps(options), options.sharing.group)
             elif matrix.pieces:
                 run_pieces(self._tasks(options, jobs), group)
             else:
@@ -149,10 +144,10 @@ class MatrixBatch(UnrecordedBatch):
     def check_copies(self, options: Options) -> None:
         """Raise, on every rank alike, unless the ranks that share matrices have the same gradients for them."""
         sharing = options.sharing
-        if sharing is not None and sharing.owners is None and not self.distributed and not self._symbolic:
+        if sharing is not None and not self.distributed and not self._symbolic:
             gradients = [g for g in self._gradients if g is not None]
             if gradients:
-                check_same_gradients(gradients, sharing.group)
+                check_same_bits(gradients, sharing.group, _different_gradients)
 
     def _tasks(self, options: Options, jobs: list[Job]) -> list[list[Task]]:
         """Rounds of parameters of which this rank transforms its piece; the same on every rank."""
@@ -160,17 +155,17 @@ class MatrixBatch(UnrecordedBatch):
         assert matrix is not None
         limit, width = CHUNK_BYTES.get(self.shards[0].device.type, OTHERS), compute_dtype(self.dtypes[:2]).itemsize
         rounds: list[list[Task]] = [[]]
-        room = exchange.ROUND_BYTES
-        for some in alike(jobs):
-            cut = some[0].cut
+        room = shared.ROUND_BYTES
+        for jobs_alike in alike(jobs):
+            cut = jobs_alike[0].cut
             assert cut is not None
             needed = max(1, torch.Size(cut.shape_on(0)).numel() * width * matrix.copies)  # rank 0 has the largest piece
             size = max(1, limit // needed)
-            for k in range(0, len(some), size):
-                piece = some[k : k + size]
+            for k in range(0, len(jobs_alike), size):
+                piece = jobs_alike[k : k + size]
                 if rounds[-1] and needed * len(piece) > room:
                     rounds.append([])
-                    room = exchange.ROUND_BYTES
+                    room = shared.ROUND_BYTES
                 room -= needed * len(piece)
                 rounds[-1].append(self._task(options, [job.at for job in piece], cut))
         return rounds
@@ -181,17 +176,8 @@ class MatrixBatch(UnrecordedBatch):
         begin = functools.partial(self._transform, options, chunk, None)
         return Task(begin, functools.partial(self._finish, options, chunk), cut.dim - len(cut.shape))
 
-    def _run_copies(self, jobs: list[Job], steps: Steps, sharing: Sharing | None) -> None:
-        assert sharing is not None
-        if sharing.owners is None:
-            run_copies(jobs, steps, sharing.group)
-        else:
-            owners = [sharing.owners.of(self.params[job.at]) for job in jobs]
-            sharing.owners.stale = True
-            run_copies(jobs, steps, sharing.group, owners)
-
     def _steps(self, options: Options) -> Steps:
-        """What is done with jobs that several ranks share."""
+        """Make the functions that work on jobs that several ranks share."""
         matrix, sets = options.rule.matrix, self.sets
         assert matrix is not None
 
@@ -219,7 +205,7 @@ class MatrixBatch(UnrecordedBatch):
         return Steps(before, state, transform, after, dtype, wire, self.shards[0].device)
 
     def _cut_up(self, options: Options, active: list[int]) -> list[Chunk]:
-        """Parameters of equal shape, layout and coefficients, few enough for the bound of memory, with their numbers.
+        """Divide parameters into chunks of equal shape, layout and coefficients that fit the memory bound.
 
         The chunks of the last step are taken again if they are the same. Shapes and layouts have not changed: the batch
         would not have fit.
@@ -244,16 +230,16 @@ class MatrixBatch(UnrecordedBatch):
             p = self.shards[i]
             key = (p.shape, p.stride(), self.sets.number(i))
             alike.setdefault(key, []).append(i)
-        found = []
-        for some in alike.values():
-            p = self.shards[some[0]]
+        chunks = []
+        for positions in alike.values():
+            p = self.shards[positions[0]]
             width = _dtype_of_x(options.rule.matrix, options, [p]).itemsize
             size = max(1, limit // max(1, p.numel() * width * options.rule.matrix.copies))
             # Chunks of equal size, so that one finds the launches and the memory of the one before it.
-            count = -(-len(some) // size)
-            size = -(-len(some) // count)
-            found += [some[k : k + size] for k in range(0, len(some), size)]
-        return found
+            count = -(-len(positions) // size)
+            size = -(-len(positions) // count)
+            chunks += [positions[k : k + size] for k in range(0, len(positions), size)]
+        return chunks
 
     def _chunk(self, options: Options, at: list[int], shape: tuple[int, ...] | None = None) -> Chunk:
         matrix = options.rule.matrix
@@ -267,7 +253,7 @@ class MatrixBatch(UnrecordedBatch):
         return Chunk(at, params, dtype, self._products(dtype), shape)
 
     def _products(self, dtype: torch.dtype) -> Products:
-        """What a transform is told to multiply with; a traced step has to show torch its products."""
+        """Return the matrix products for a transform: in a traced step torch's own, so that torch sees them."""
         return Products() if self._symbolic else products_for(dtype, self.shards[0].device)
 
     def _run_chunk(self, options: Options, chunk: Chunk) -> bool:
@@ -280,7 +266,7 @@ class MatrixBatch(UnrecordedBatch):
         return kernels is not None
 
     def _transform(self, options: Options, chunk: Chunk, kernels: Kernels | None) -> Any:
-        """What the transform of the rule returns: its result, or a generator if it works on pieces."""
+        """Call the rule's transform. Return its result, or a generator if it works on pieces."""
         matrix, at = options.rule.matrix, chunk.at
         assert matrix is not None
         if matrix.before is not None:
@@ -353,8 +339,8 @@ class MatrixBatch(UnrecordedBatch):
 
 
 def _dtype_of_x(matrix: Matrix, options: Options, tensors: Sequence[Tensor]) -> torch.dtype:
-    found: torch.dtype | None = matrix.dtype(options.h)
-    return found or compute_dtype(t.dtype for t in tensors)
+    dtype: torch.dtype | None = matrix.dtype(options.h)
+    return dtype or compute_dtype(t.dtype for t in tensors)
 
 
 def _laid_out(t: Any, p: Tensor) -> Tensor:
@@ -365,3 +351,10 @@ def _cut(matrix: Matrix, p: Any) -> Cut | None:
     """How this parameter's matrices are cut; None if this rank has whole ones."""
     cut = cut_of(p)
     return None if cut is None or (matrix.cut and cut.dim < p.dim() - 2) else cut
+
+
+def _different_gradients() -> Exception:
+    return RuntimeError(
+        "the ranks have different gradients, so they cannot share the work on the same matrices; average gradients "
+        "before step() (as DDP does), share with the ranks that have the same, or leave share_matrices() out"
+    )

@@ -51,16 +51,16 @@ def run_pieces(rounds: Sequence[Sequence[Task]], group: Any) -> None:
     while waiting or underway:
         if waiting:
             underway.append([(task, _Running(task.begin(), task.dim)) for task in waiting.pop(0)])
-        _add_up([one for some in underway for _, one in some if one.asked], group)
-        for some in underway:
-            if all(one.is_done for _, one in some):
-                for task, one in some:
-                    task.end(one.result)
-        underway = [some for some in underway if not all(one.is_done for _, one in some)]
+        _add_up([running for pairs in underway for _, running in pairs if running.asked], group)
+        for pairs in underway:
+            if all(running.is_done for _, running in pairs):
+                for task, running in pairs:
+                    task.end(running.result)
+        underway = [pairs for pairs in underway if not all(running.is_done for _, running in pairs)]
 
 
 class _Running:
-    """A transform that has been called: it has a result, or asks for totals.
+    """A transform that has been called: it has a result, or requests totals.
 
     Args:
         dim: the dimension that is cut, counted from the last; None if none is.
@@ -76,12 +76,12 @@ class _Running:
         self._go_on(None)
 
     def parts(self) -> list[Total]:
-        """Those that have to be added up."""
+        """Return the parts to add up over the ranks."""
         return [self._parts[i] for i in self.asked]
 
     def answer(self, totals: Sequence[Tensor]) -> None:
         """Go on with these totals."""
-        answers = [one.part for one in self._parts]
+        answers = [total.part for total in self._parts]
         for i, total in zip(self.asked, totals, strict=True):
             answers[i] = total
         self._go_on(answers)
@@ -93,26 +93,26 @@ class _Running:
             except StopIteration as end:
                 self.result, self.asked, self.is_done = end.value, [], True
                 return
-            needed = [one.dim is None or one.dim == self._dim for one in self._parts]
+            needed = [part.dim is None or part.dim == self._dim for part in self._parts]
             self.asked = [i for i, is_needed in enumerate(needed) if is_needed and self._dim is not None]
             if self.asked:
                 return
-            answers = [one.part for one in self._parts]
+            answers = [part.part for part in self._parts]
 
 
 def _add_up(running: Sequence[_Running], group: Any) -> None:
-    """Answer what these ask for. In double precision: a sum of squares of large numbers must not overflow."""
-    parts = [part for one in running for part in one.parts()]
+    """Add up the requested parts over the ranks. In double precision: a sum of large squares must not overflow."""
+    parts = [part for request in running for part in request.parts()]
     if not parts:
         return
     device = parts[0].part.device
     wide = torch.float32 if device.type in ("mps", "xla") else torch.float64
-    lines = [one.part.to(wide).flatten() for one in parts]
-    flat = torch.cat([line.square() if one.norm else line for one, line in zip(parts, lines, strict=True)])
+    lines = [request.part.to(wide).flatten() for request in parts]
+    flat = torch.cat([line.square() if request.norm else line for request, line in zip(parts, lines, strict=True)])
     dist.all_reduce(flat, group=group)
-    found = []
-    for one, line in zip(parts, torch.split(flat, [line.numel() for line in lines]), strict=True):
-        found.append((line.sqrt() if one.norm else line).view(one.part.shape).to(one.part.dtype))
-    totals = iter(found)
+    sums = []
+    for request, line in zip(parts, torch.split(flat, [line.numel() for line in lines]), strict=True):
+        sums.append((line.sqrt() if request.norm else line).view(request.part.shape).to(request.part.dtype))
+    totals = iter(sums)
     for asking in running:
         asking.answer([next(totals) for _ in asking.asked])

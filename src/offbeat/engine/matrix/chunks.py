@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offbeat.engine.cpu.kernel import CpuKernel
 from offbeat.engine.cuda.launch import Launches
-from offbeat.engine.elementwise import stages
-from offbeat.engine.extras import NOTHING
+from offbeat.engine.grad_transforms import NO_TRANSFORMS
+from offbeat.engine.matrix.stages import stages
 from offbeat.engine.options import Options
 from offbeat.engine.scalars import CoefficientSets
 from offbeat.engine.tensors import is_dense
@@ -73,7 +73,7 @@ class Chunk:
         return torch.empty_strided(self._shape, self._strides, dtype=self.dtype, device=device)
 
     def is_like(self, result: Tensor) -> bool:
-        """Whether a stack is laid out as one of :meth:`new_stack`."""
+        """Return whether a stack is laid out as one of :meth:`new_stack`."""
         if type(result) is not Tensor or result.dtype is not self.dtype or result.shape != self._shape:
             return False
         # How far apart the matrices of a stack are does not matter if there is one.
@@ -84,7 +84,7 @@ class Chunk:
         )
 
     def is_for(self, options: Options, numbers: Mapping[str, Any]) -> bool:
-        """Whether it has the coefficients of a step with these options and numbers already."""
+        """Return whether it has the coefficients of a step with these options and numbers already."""
         return self._for[0] is options and self._for[1] is numbers
 
     def set_numbers(self, options: Options, h: Values, numbers: Mapping[str, Any]) -> None:
@@ -126,10 +126,10 @@ class Chunk:
             more = [2 + keys.index(key) for key in kept]
             names = stage.names(self.scalars)
             typed = (*types, *(dtypes[i] for i in more))
-            found = stage.found(kept, names, typed, self.params[0].device, known)
-            if found is None:
+            kernel = stage.kernel_for(kept, names, typed, self.params[0].device, known)
+            if kernel is None:
                 return
-            parts.append(Part(*found, [None if i is None else tables[i] for i in (*columns, *more)], names))
+            parts.append(Part(*kernel, [None if i is None else tables[i] for i in (*columns, *more)], names))
         self.kernels = Kernels(self.at, self.params[0], x.itemsize, parts)
         self.kernels.set_numbers(self.scalars)
 
@@ -150,22 +150,22 @@ class Kernels:
 
     Args:
         at: the rows.
-        one: a parameter of the chunk.
+        like: a parameter of the chunk.
         width: the bytes of an element of the stack.
         parts: the parts.
     """
 
-    def __init__(self, at: list[int], one: Tensor, width: int, parts: Sequence[Part]) -> None:
+    def __init__(self, at: list[int], like: Tensor, width: int, parts: Sequence[Part]) -> None:
         n = len(at)
-        self._at, self._bytes = at, one.numel() * width
+        self._at, self._bytes = at, like.numel() * width
         self._names = [part.names for part in parts]
         self._numbers = [array("d", bytes(8 * len(names))) for names in self._names]
         self._sets = [CoefficientSets(None, [{}])]  # in a list, which calls hold on to instead of this object
         self._stack = array("q", bytes(8 * n))
         self._copied: list[tuple[array[int], array[int]]] = []
-        self._sizes = array("q", [one.numel()] * n)
+        self._sizes = array("q", [like.numel()] * n)
         self._before, self._after = (
-            self._on_device(part, one.device) if part.kernel is None else self._on_cpu(part, part.kernel, numbers)
+            self._on_device(part, like.device) if part.kernel is None else self._on_cpu(part, part.kernel, numbers)
             for part, numbers in zip(parts, self._numbers, strict=True)
         )
 
@@ -182,10 +182,10 @@ class Kernels:
         launches = Launches(part.typed, self._sizes, device)
         columns = [self._stack if table is None else self._copy(table) for table in part.tables]
         sets = self._sets
-        return lambda: launches.with_sets(columns, sets[0], NOTHING)
+        return lambda: launches.with_sets(columns, sets[0], NO_TRANSFORMS)
 
     def _copy(self, table: array[int]) -> array[int]:
-        """These rows of a table, up to date in every step."""
+        """Make a copy of these rows of a table, which :meth:`before` updates in every step."""
         own = array("q", bytes(8 * len(self._at)))
         self._copied.append((own, table))
         return own
