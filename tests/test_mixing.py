@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
@@ -12,13 +10,7 @@ from tests.sync_reference import batch, flat, loss, make
 
 pytestmark = pytest.mark.xdist_group("simulation")
 
-SEEDING = threading.Lock()
 EVERY, STEPS, REPLICAS = 4, 11, 3
-
-
-def new_model():
-    with SEEDING:
-        return make(dtype=torch.float64)
 
 
 def sgd(model):
@@ -33,9 +25,13 @@ def write(model, vector):
         start += p.numel()
 
 
+def two_models():
+    return make(), make()
+
+
 def expected(delay, mixing):
     """The formula, in a loop over replicas."""
-    models = [new_model() for _ in range(REPLICAS)]
+    models = [make() for _ in range(REPLICAS)]
     optimizers = [sgd(model) for model in models]
     taken = None
     for step in range(STEPS):
@@ -62,15 +58,15 @@ def land(models, old, mixing):
 
 @pytest.mark.parametrize(("delay", "mixing"), [(0, 0.25), (1, 0.5), (3, 0.5), (3, 0.0), (4, 0.75)])
 def test_a_part_of_the_difference(delay, mixing):
-    def replica(rank, peers, *, stop=None):
-        model = new_model()
+    def replica(rank, peers, models, *, stop=None):
+        model, spare = models
         optimizer = offbeat.LocalSGD(
             sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
         )
         for step in range(STEPS):
             if step == stop:  # in the middle of everything: save, and go on with other objects
                 saved = (optimizer.state_dict(), {name: t.clone() for name, t in model.state_dict().items()})
-                model = new_model()
+                model = spare
                 model.load_state_dict(saved[1])
                 optimizer = offbeat.LocalSGD(
                     sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
@@ -83,12 +79,12 @@ def test_a_part_of_the_difference(delay, mixing):
         optimizer.finish()
         return before, flat(model)
 
-    found = offbeat.Simulation(REPLICAS).run(replica)
+    found = offbeat.Simulation(REPLICAS).run(replica, make=two_models)
     for (mine, _), reference in zip(found, expected(delay, mixing), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
     for _, finished in found:
         assert torch.equal(finished, found[0][1])
-    again = offbeat.Simulation(REPLICAS).run(lambda rank, peers: replica(rank, peers, stop=6))
+    again = offbeat.Simulation(REPLICAS).run(replica, make=two_models, stop=6)
     for (mine, _), (other, _) in zip(found, again, strict=True):
         assert torch.equal(mine, other)
 
@@ -103,10 +99,7 @@ def test_mixing_is_checked():
 def test_counters_of_buffers_are_whole(delay):
     """BatchNorm's number of batches goes on counting; only numbers with a fraction are mixed."""
 
-    def replica(rank, peers):
-        with SEEDING:
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+    def replica(rank, peers, model):
         optimizer = offbeat.LocalSGD(sgd(model), model, every=3, delay=delay, mixing=0.5, group=peers, subgroup=None)
         for step in range(8):
             model(
@@ -116,6 +109,9 @@ def test_counters_of_buffers_are_whole(delay):
             optimizer.zero_grad()
         return int(model[1].num_batches_tracked), model[1].running_mean.clone()
 
-    (one, a), (two, b) = offbeat.Simulation(2).run(replica)
+    def normalised():
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
+
+    (one, a), (two, b) = offbeat.Simulation(2).run(replica, make=normalised)
     assert one == two == 8
     assert not torch.equal(a, b)
