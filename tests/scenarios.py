@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
@@ -27,12 +28,20 @@ class Scenarios:
         self._done: dict[int, Any] = {}
 
     def __call__(self, *worlds: int) -> Callable[[Any], Any]:
-        """Decorates a function of ``(rank, world)`` to be run with each of these numbers of ranks."""
+        """Decorates a test, a function of ``(rank, world)``, to be run with each of these numbers of ranks."""
 
         def register(function: Any) -> Any:
+            name = function.__name__
             for world in worlds:
-                self._all.setdefault(world, {})[function.__name__] = function
-            return function
+                self._all.setdefault(world, {})[name] = function
+
+            @pytest.mark.parametrize("world", worlds)
+            def test(world: int) -> None:
+                self.check(world, name)
+
+            test.__name__, test.__qualname__, test.__doc__ = name, name, function.__doc__
+            test.__module__ = function.__module__
+            return test
 
         return register
 

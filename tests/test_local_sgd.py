@@ -45,7 +45,7 @@ def periodic(world: int, every: int, warmup: int) -> Any:
 
 
 @scenario(2, 4)
-def like_the_simulation(rank, world):
+def test_like_the_simulation(rank, world):
     """Plain and DDP modules, ranks by themselves and in nodes of two, our optimizers and torch's."""
     for wrap in (lambda m: m, DistributedDataParallel):
         for node in (1, world // 2):
@@ -66,7 +66,7 @@ def like_the_simulation(rank, world):
 
 
 @scenario(2)
-def like_torchs_three_parts(rank, world):
+def test_like_torchs_three_parts(rank, world):
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
@@ -83,7 +83,7 @@ def like_torchs_three_parts(rank, world):
 
 
 @scenario(4)
-def hierarchies(rank, world):
+def test_hierarchies(rank, world):
     """Two levels of sizes, of process groups and of a mesh's dimensions; only the highest that is due is averaged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("site", "rack"))
     pairs = [[0, 1], [2, 3]]
@@ -125,7 +125,7 @@ def hierarchies(rank, world):
 
 
 @scenario(2)
-def schedules_as_functions(rank, world):
+def test_schedules_as_functions(rank, world):
     """Periods that grow, and warm-up until the first decay of the learning rate."""
     asked = []
 
@@ -158,7 +158,7 @@ def schedules_as_functions(rank, world):
 
 
 @scenario(2)
-def any_optimizer(rank, world):
+def test_any_optimizer(rank, world):
     """Closures (LBFGS too), hooks, defaults, schedulers, new groups, live groups after a load, names of its own."""
     model = make()
     inner = torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=3)
@@ -247,7 +247,7 @@ def any_optimizer(rank, world):
 
 
 @scenario(2)
-def overlapped(rank, world):
+def test_overlapped(rank, world):
     """An overlapped optimizer gives the numbers of one that is not, to the bit, on every kind of step."""
     for delay in (0, 2):
         histories = []
@@ -294,7 +294,7 @@ def overlapped(rank, world):
 
 
 @scenario(4)
-def sharded_inside_nodes(rank, world):
+def test_sharded_inside_nodes(rank, world):
     """FSDP2 shards over two ranks; the two pairs are replicas, which LocalSGD averages shard by shard."""
     from torch.distributed.fsdp import fully_shard
 
@@ -336,7 +336,7 @@ def sharded_inside_nodes(rank, world):
 
 
 @scenario(2)
-def gradients_of_plain_modules(rank, world):
+def test_gradients_of_plain_modules(rank, world):
     """Averaged before the step: unused ones as zero, clipped after they are averaged, refused where ranks differ."""
     model, reference = make(), make()
     local = offbeat.LocalSGD(sgd(model.parameters()), model, every=4, warmup=10)
@@ -382,7 +382,7 @@ def gradients_of_plain_modules(rank, world):
 
 
 @scenario(2, 4)
-def nodes(rank, world):
+def test_nodes(rank, world):
     """From the launcher's local world size, from LOCAL_RANK where it is set, on a CPU."""
     from offbeat.wire.groups import node_group
 
@@ -423,7 +423,7 @@ def nodes(rank, world):
 
 
 @scenario(2)
-def communication_hooks(rank, world):
+def test_communication_hooks(rank, world):
     """A hook of torch's in warm-up, and clear words where DDP's place for a hook is taken."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
@@ -484,7 +484,7 @@ def communication_hooks(rank, world):
 
 
 @scenario(2)
-def accumulation(rank, world):
+def test_accumulation(rank, world):
     """Several backward passes a step, in warm-up and after: steps are counted, not passes."""
     for wrap in (DistributedDataParallel, lambda m: m):
         model = make()
@@ -510,8 +510,3 @@ def accumulation(rank, world):
                     write(m, mean)
             torch.testing.assert_close(flat(model), flat(both[rank]), rtol=1e-11, atol=1e-12)
         assert local.steps == 8
-
-
-@pytest.mark.parametrize(("world", "name"), scenario.cases)
-def test_local_sgd(world, name):
-    scenario.check(world, name)

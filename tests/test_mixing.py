@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offbeat
-from tests.harness import batch, flat, loss, make, write
+from tests.sync_reference import batch, flat, loss, make
 
 pytestmark = pytest.mark.xdist_group("simulation")
 
@@ -15,6 +15,18 @@ EVERY, STEPS, REPLICAS = 4, 11, 3
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@torch.no_grad()
+def write(model, vector):
+    start = 0
+    for p in model.parameters():
+        p.copy_(vector[start : start + p.numel()].view_as(p))
+        start += p.numel()
+
+
+def two_models():
+    return make(), make()
 
 
 def expected(delay, mixing):
@@ -47,14 +59,14 @@ def land(models, old, mixing):
 @pytest.mark.parametrize(("delay", "mixing"), [(0, 0.25), (1, 0.5), (3, 0.5), (3, 0.0), (4, 0.75)])
 def test_a_part_of_the_difference(delay, mixing):
     def replica(rank, peers, models, *, stop=None):
-        model = models[0]
+        model, spare = models
         optimizer = offbeat.LocalSGD(
             sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
         )
         for step in range(STEPS):
             if step == stop:  # in the middle of everything: save, and go on with other objects
                 saved = (optimizer.state_dict(), {name: t.clone() for name, t in model.state_dict().items()})
-                model = models[1]
+                model = spare
                 model.load_state_dict(saved[1])
                 optimizer = offbeat.LocalSGD(
                     sgd(model), model, every=EVERY, delay=delay, mixing=mixing, group=peers, subgroup=None
@@ -67,12 +79,12 @@ def test_a_part_of_the_difference(delay, mixing):
         optimizer.finish()
         return before, flat(model)
 
-    found = offbeat.Simulation(REPLICAS).run(replica, make=lambda: (make(), make()))
+    found = offbeat.Simulation(REPLICAS).run(replica, make=two_models)
     for (mine, _), reference in zip(found, expected(delay, mixing), strict=True):
         torch.testing.assert_close(mine, reference, rtol=1e-12, atol=1e-12)
     for _, finished in found:
         assert torch.equal(finished, found[0][1])
-    again = offbeat.Simulation(REPLICAS).run(replica, make=lambda: (make(), make()), stop=6)
+    again = offbeat.Simulation(REPLICAS).run(replica, make=two_models, stop=6)
     for (mine, _), (other, _) in zip(found, again, strict=True):
         assert torch.equal(mine, other)
 
@@ -97,9 +109,9 @@ def test_counters_of_buffers_are_whole(delay):
             optimizer.zero_grad()
         return int(model[1].num_batches_tracked), model[1].running_mean.clone()
 
-    def with_norm():
+    def normalised():
         return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
 
-    (first, a), (second, b) = offbeat.Simulation(2).run(replica, make=with_norm)
-    assert first == second == 8
+    (one, a), (two, b) = offbeat.Simulation(2).run(replica, make=normalised)
+    assert one == two == 8
     assert not torch.equal(a, b)

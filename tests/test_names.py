@@ -29,7 +29,7 @@ def make():
         (lambda m, o: offbeat.SlowMo(o, m, slow_momentun=0.5), "slow_momentum"),
         (lambda m, o: offbeat.SlowMo(o, m, sub_group=None), "subgroup"),  # an option of Replica
         (lambda m, o: offbeat.DiLoCo(o, m, outer_Ir=0.7), "outer_lr"),
-        (lambda m, o: offbeat.DiLoCo(o, m, undoo="off"), "undo"),
+        (lambda m, o: offbeat.DiLoCo(o, m, nonfinit="skip"), "nonfinite"),
         (lambda m, o: offbeat.DiLoCo(o, m, level={"dead_line": 3}), "deadline"),
         (lambda m, o: offbeat.Level(evry=4), "every"),
         (lambda m, o: offbeat.PostLocalSGDOptimizer(o, averger=None), "averager"),
@@ -39,6 +39,23 @@ def make():
 def test_a_misspelt_option_raises_with_the_one_that_was_meant(call, meant):
     with pytest.raises(TypeError, match=f"unexpected keyword argument '[^']+'; did you mean '{meant}'"):
         call(*make())
+
+
+@pytest.mark.parametrize("name", ["eager", "undo"])
+def test_options_that_are_gone_say_what_to_do_instead(name):
+    instead = {"eager": "use delay=.* leave eager out", "undo": "leave it out"}[name]
+    calls = [
+        lambda m, o: offbeat.LocalSGD(o, m, **{name: True}),
+        lambda m, o: offbeat.SlowMo(o, m, **{name: True}),
+        lambda m, o: offbeat.DiLoCo(o, m, **{name: True}),
+        lambda m, o: offbeat.Replica(o, m, offbeat.Level(every=4), **{name: True}),
+        lambda m, o: offbeat.Level(every=4, **{name: True}),
+        lambda m, o: offbeat.PeriodicModelAverager(4, **{name: True}),
+        lambda m, o: offbeat.HierarchicalModelAverager({4: 2}, **{name: True}),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"no longer takes {name}: .*{instead}"):
+            call(*make())
 
 
 def test_a_name_like_no_other_raises_with_all_options():

@@ -178,6 +178,7 @@ def test_sync_raises_by_name(one, monkeypatch):
         ("ddp", lambda: _torch.comm_hooks(None)),
         ("fsdp", lambda: _torch.fsdp_groups(None)),
         ("join", lambda: _torch.is_joining(None)),
+        ("uneven", lambda: _torch.rebuild_buckets(None)),
         ("mesh", lambda: _torch.flat_mesh(None, "")),
         ("shards", lambda: _torch.shard_place(None)),
         ("compiled", lambda: _torch.inner_module(type("OptimizedModule", (), {})())),

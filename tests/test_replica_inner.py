@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from tests.sync_reference import batch, everyone, flat, loss, make, write
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica_inner")]
 scenario = Scenarios(__name__)
 
-SEEDING = threading.Lock()  # ranks in one process share torch's generator
 EVERY, STEPS = 3, 10
-
-
-def build() -> nn.Sequential:
-    with SEEDING:
-        return make()
 
 
 def muon(model: nn.Module) -> Any:
@@ -82,7 +75,7 @@ class SlowMomentum:
 
 def expected(inner: Any, outer: Any, delay: int, worlds: int = 2) -> list[list[Tensor]]:
     """Every replica's parameters after every step, in one process."""
-    models = [build() for _ in range(worlds)]
+    models = [make() for _ in range(worlds)]
     optimizers = [inner(model) for model in models]
     anchor, mean, history = flat(models[0]), None, []
     for number in range(STEPS):
@@ -102,7 +95,7 @@ def outer_of(kind: str, inner: Any) -> Any:
     # The parameters of the second group have another learning rate than those of the first.
     if kind == "DiLoCo":
         return Nesterov()
-    model = build()
+    model = make()
     rates = {id(p): group["lr"] for group in inner(model).param_groups for p in group["params"]}
     return SlowMomentum(torch.cat([torch.full((p.numel(),), rates[id(p)]).double() for p in model.parameters()]))
 
@@ -120,8 +113,7 @@ def test_inner_optimizers(name, kind, delay):
     inner = INNERS[name.split(",")[0]]
     history = expected(inner, outer_of(kind, inner), delay)
 
-    def run(rank, peers):
-        model = build()
+    def run(rank, peers, model):
         opt = inner(model)
         if "overlapped" in name:
             offbeat.overlap(opt, model)
@@ -132,12 +124,12 @@ def test_inner_optimizers(name, kind, delay):
         replica.finish()
         return flat(model)
 
-    one, two = offbeat.Simulation(2).run(run)
+    one, two = offbeat.Simulation(2).run(run, make=make)
     assert torch.equal(one, two)
 
 
 @scenario(4)
-def shards_inside_a_replica(rank, world):
+def test_shards_inside_a_replica(rank, world):
     """Two replicas of two shards each: as two whole ones."""
     from torch.distributed.fsdp import fully_shard
 
@@ -161,8 +153,3 @@ def shards_inside_a_replica(rank, world):
             replica.finish()
             now = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()]).detach()
             assert all(torch.equal(now, one) for one in everyone(now))
-
-
-@pytest.mark.parametrize(("world", "name"), scenario.cases)
-def test_replica_inner(world, name):
-    scenario.check(world, name)

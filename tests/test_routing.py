@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 import offbeat
-from offbeat.sync import members
-from offbeat.wire import peers
-from tests.harness import adamw, everyone, flat, make, train
+from offbeat import _torch
+from offbeat.wire import connect, routes
+from offbeat.wire.peers import Traffic
 from tests.ranks import run_ranks
+from tests.sync_reference import adamw, everyone, flat, make, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica")]
 
@@ -23,15 +24,20 @@ mean = functools.partial(offbeat.SGD, lr=1.0)
 def route(rank: int, world: int, another: bool, store: bool) -> Any:
     """The kinds of connections, for a group whose backend is gloo or said to be another."""
     if another:
-        peers.is_gloo = members.is_gloo = lambda group: False
+        connect.is_gloo = routes.is_gloo = lambda group: False
     if not store:
-        peers._torch.has_store = lambda: False
+        _torch.has_store = lambda: False
+    everyone_here, traffic = routes.peers_of(None), Traffic()
+    some = [routes.Route(None, 2, None, background=False), routes.Route(None, 4, None, background=True)]
+    found = []
+    for membership in routes.memberships(some, everyone_here, everyone_here, None, "token", traffic):
+        # A connection of our own is no process group that torch.distributed knows.
+        known = membership.peers.group in dist.distributed_c10d._world.pg_map
+        found.append(dist.get_backend(membership.peers.group) if known else "own")
+        assert membership.peers.device == torch.device("cpu")
     model = make()
     levels = [offbeat.Level(every=2), offbeat.Level(every=4, outer=mean, delay=2)]
     replica = offbeat.Replica(adamw(model.parameters()), model, levels, subgroup=None)
-    found = [(one._name is not None, dist.get_backend(one.group) if one._name is None else None)
-             for one in (*replica._tracks._peers, members.connect_all(members.peers_of(None), levels))]  # fmt: skip
-    assert replica._tracks._peers[1].device == torch.device("cpu")
     train(model, replica, range(9), rank)
     replica.finish()
     assert all(torch.equal(one, flat(model)) for one in everyone(flat(model)))
@@ -41,10 +47,10 @@ def route(rank: int, world: int, another: bool, store: bool) -> Any:
 @pytest.mark.parametrize(
     ("another", "store", "expected"),
     [
-        (False, True, [(True, None)] * 3),
-        # The blocking level uses the group's backend; the delayed one, and the vote of shards, a connection of gloo's.
-        (True, True, [(False, "gloo"), (True, None), (True, None)]),
-        (True, False, [(False, "gloo")] * 3),
+        (False, True, ["own", "own"]),
+        # The blocking level uses the group's backend, the delayed one a connection of gloo's.
+        (True, True, ["gloo", "own"]),
+        (True, False, ["gloo", "gloo"]),
     ],
 )
 def test_a_thread_has_a_connection_of_its_own(another, store, expected):
@@ -62,20 +68,22 @@ def test_the_backend_of_a_new_group(monkeypatch, background, backend):
     def new_group(ranks: Any, **options: Any) -> Any:
         raise _Asked(options["backend"])
 
+    def connector() -> Any:
+        return connect.GroupConnector(dist.group.WORLD, [[0]], "name", timeout=None, quiet=False, background=background)
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setattr(dist, "new_group", new_group)
         monkeypatch.setattr(
             dist, "get_backend_config", lambda group=None: "cuda:nccl" if group else "cpu:gloo,cuda:nccl"
         )
-        monkeypatch.setattr(peers._torch, "has_store", lambda: False)
+        monkeypatch.setattr(_torch, "has_store", lambda: False)
         with pytest.raises(_Asked, match=backend):
-            peers.connect(dist.group.WORLD, token="t", background=background)
-        monkeypatch.setattr(peers._torch, "has_store", lambda: True)
-        if background:
-            assert peers.connect(dist.group.WORLD, token="t", background=True)._name is not None
-        else:
+            connector().connect()
+        monkeypatch.setattr(_torch, "has_store", lambda: True)
+        assert connector().renews is background
+        if not background:
             with pytest.raises(_Asked, match=backend):
-                peers.connect(dist.group.WORLD, token="t")
+                connector().connect()
     finally:
         dist.destroy_process_group()

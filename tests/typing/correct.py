@@ -157,13 +157,13 @@ def replicas(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> No
     local.sync()
     local.finish()
     torch.optim.lr_scheduler.ExponentialLR(local, 0.9)
-    offbeat.LocalSGD(inner, model, every={4: 2, 16: None}, nonfinite="skip", undo="memory", snapshot="cpu")
+    offbeat.LocalSGD(inner, model, every={4: 2, 16: None}, nonfinite="skip", snapshot="cpu")
     offbeat.LocalSGD(inner, model, [(4, "node"), (16, group), (64, None)], mesh=mesh, deadline=10.0)
     offbeat.LocalSGD(inner, model, every=lambda step: step // 10 + 1, warmup=lambda step: step < 100)
     offbeat.LocalSGD(inner, model, group=group, subgroup=group, state={"exp_avg": "average"}, bucket_mb=16)
     offbeat.LocalSGD(inner, model, subgroup=dist.new_group([0, 1]), group=dist.new_group())
     offbeat.LocalSGD(inner, model, subgroup=None, comm_hook=fp16_compress_hook, reduce_dtype=torch.float32)
-    offbeat.SlowMo(inner, model, every=12, slow_momentum=0.6, level={"nonfinite": "skip"}, undo="off")
+    offbeat.SlowMo(inner, model, every=12, slow_momentum=0.6, level={"nonfinite": "skip"})
     nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
     diloco = offbeat.DiLoCo(
         inner, model, 32, fragments=("strided", 4), codec="int4", error_feedback=0.95, weighted=True
@@ -196,7 +196,7 @@ def simulation(model: nn.Module) -> None:
 
 
 def averagers(ddp: DistributedDataParallel, group: dist.ProcessGroup) -> None:
-    periodic = offbeat.PeriodicModelAverager(period=4, warmup_steps=100, process_group=group, undo="disk")
+    periodic = offbeat.PeriodicModelAverager(period=4, warmup_steps=100, process_group=group)
     periodic.average_parameters(ddp.parameters())
     assert_type(periodic.step, int)
     hierarchical = offbeat.HierarchicalModelAverager({4: 2, 16: 8}, 100)
