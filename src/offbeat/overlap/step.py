@@ -17,6 +17,7 @@ from offbeat.engine.owned import gradient_of
 from offbeat.overlap.accumulation import Accumulation
 from offbeat.overlap.clipping import Clipping
 from offbeat.overlap.consumed import Placeholders, is_stale, settle
+from offbeat.overlap.numbers import Changes
 from offbeat.overlap.options import check_options_unchanged, options_of
 from offbeat.overlap.parameters import Parameters
 from offbeat.overlap.registry import overlapped
@@ -68,6 +69,7 @@ class Step:
         self._options: list[dict[str, Any]] | None = None
         self._used: list[Tensor] = []
         self._given: list[Tensor] = []
+        self._changes: list[Changes] = []
 
     @property
     def is_open(self) -> bool:
@@ -245,6 +247,7 @@ class Step:
         self.in_step = True
         self._used = list(self.stepped.values())
         self._given = self._left() if self.is_open and not self._always_waits else []
+        self._changes = self._overlapped._take_changes()
         self.reset()
 
     def take_back(self) -> None:
@@ -256,7 +259,9 @@ class Step:
         self._placeholders.place(p for p in self._used if p.grad is None)
         self._placeholders.place(p for p in self._given if p.grad is not None)
         self._placeholders.begin_step()
-        self._used, self._given, self.in_step = [], [], False
+        for change in self._changes:
+            change.write()
+        self._used, self._given, self._changes, self.in_step = [], [], [], False
 
     def reset(self, *, drop_gradients: bool = False) -> None:
         """Begin a new step. Gradients that have been used are set to None; with ``drop_gradients``, all are."""
@@ -264,6 +269,7 @@ class Step:
             p.grad = None
         self.stepped = {}
         self._placeholders.begin_step()
+        self._overlapped._take_changes()
         self.accumulation.begin_step()
         self._has_gradients = self.is_finished = self.stepped_elsewhere = False
         self._options, self._failure = None, None
