@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, overload
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from offbeat import _torch
 from offbeat._names import check_names, nearest
 from offbeat._types import Params
+from offbeat._warn import warn
 from offbeat.engine.choice import Choice
 from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.extras import NOTHING, Extras, Work
@@ -125,10 +125,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         for key in param_group:
             meant = nearest(key, known, least=0.8) if isinstance(key, str) and key not in known else None
             if meant is not None and abs(len(key) - len(meant)) <= 2:
-                warnings.warn(
+                warn(
                     f"{type(self).__name__} has no option {key!r}, so this key of a parameter group has no effect; "
-                    f"did you mean {meant!r}?",
-                    stacklevel=3,
+                    f"did you mean {meant!r}?"
                 )
 
     @overload

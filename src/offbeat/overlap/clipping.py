@@ -23,10 +23,13 @@ from offbeat.engine.owned import gradient_of
 from offbeat.engine.tensors import changes, is_dtensor, local
 from offbeat.optim import RuleOptimizer
 
-__all__ = ["MODES", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
+__all__ = ["MODES", "WAITS", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
 
 Clip: TypeAlias = Literal["exact", "previous", "bucket"]
 MODES: tuple[str, ...] = get_args(Clip)
+
+#: The beginning of the warning that overlap gains nothing.
+WAITS = "with clip='exact' every update waits"
 
 #: By id of a parameter, the process groups that hold its other shards.
 Shards = dict[int, tuple[Any, ...]]

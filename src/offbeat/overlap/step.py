@@ -23,6 +23,7 @@ from offbeat.overlap.parameters import Parameters
 from offbeat.overlap.registry import overlapped
 from offbeat.overlap.scaling import Scaling
 from offbeat.overlap.step_hooks import StepHooks
+from offbeat.overlap.unowned import Unowned
 
 __all__ = ["Step"]
 
@@ -70,6 +71,7 @@ class Step:
         self._used: list[Tensor] = []
         self._given: list[Tensor] = []
         self._changes: list[Changes] = []
+        self._unowned = Unowned(named)
 
     @property
     def is_open(self) -> bool:
@@ -108,6 +110,7 @@ class Step:
         if self.is_finished and self.is_open:
             self._failure = "a backward pass in a step pre-hook has added to gradients that were clipped already"
         self._has_gradients, self.is_finished = True, False
+        self._unowned.before_backward()
         self.in_step = False  # if the last optimizer.step() failed
         if self.scaling is not None:
             self.scaling.take_over()
@@ -243,6 +246,8 @@ class Step:
 
     def hand_over(self) -> None:
         """Let the optimizer's own step see only the gradients that are left."""
+        if self.is_open:
+            self._unowned.after_step(self.optimizer)
         self.count += self.is_open
         self.in_step = True
         self._used = list(self.stepped.values())
