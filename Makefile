@@ -13,12 +13,13 @@ PINS ?= constraints.txt
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
 	overlap_cuda overlap_ranks plan pure state_dict sync_cuda sync_torch tensors triton_compiles
 
-.PHONY: help demo test lint types imports unit compat wheel bench bench-gpu chaos convergence docs clean
+.PHONY: help demo test lint types imports unit peers compat wheel bench bench-gpu chaos convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
 	@echo "make test   lint, types, direction of imports, all tests"
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
+	@echo "make peers  optimizers of timm, optimi, schedule_free and pytorch_optimizer under overlap, and LightningCLI"
 	@echo "make wheel  a wheel for this platform with compiled CPU kernels, in dist/ (about a minute)"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  steps side by side with torch's, memory, slow links (these need root); writes benchmarks/results"
@@ -59,6 +60,15 @@ imports: $(VENV)/ready
 
 unit: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Without what they depend on: torchvision, which timm asks for, has no CPU build of the same torch.
+$(VENV)/peers: $(VENV)/ready pyproject.toml
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['peers'], sep='\n')" > $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $@.txt
+	touch $@
+
+peers: $(VENV)/peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v tests/peers
 
 compat: $(TORCHES:%=compat-%)
 

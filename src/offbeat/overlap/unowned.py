@@ -35,7 +35,9 @@ class Unowned:
             return
         if not self._stepped:
             self._waiting = [
-                _Version(one.name, one.ref, version_of(p)) for one in self._waiting if (p := one.ref()) is not None
+                _Version(one.name, one.ref, version_of(p)) if one.version < 0 else one
+                for one in self._waiting
+                if (p := one.ref()) is not None
             ]
             return
         waiting, self._waiting = self._waiting, []
