@@ -13,12 +13,13 @@ PINS ?= constraints.txt
 COMPAT_TESTS := against_torch cuda distributed functional lbfgs local_sgd matrix optim_db optimizer overlap overlap_cells \
 	averagers overlap_cuda overlap_ranks plan pure rounds_cuda state_dict tensors triton_compiles
 
-.PHONY: help demo test lint types imports unit compat bench bench-gpu chaos convergence docs clean
+.PHONY: help demo test lint types imports unit peers compat bench bench-gpu chaos convergence docs clean
 
 help:
 	@echo "make demo   two sites train over a slow link, and a step during backward: what offbeat gains (about a minute)"
 	@echo "make test   lint, types, direction of imports, all tests"
 	@echo "make compat  a short form of the tests on the oldest and the newest torch that are supported (downloads gigabytes)"
+	@echo "make peers  optimizers of timm, optimi, schedule_free and pytorch_optimizer under overlap, and LightningCLI"
 	@echo "make docs   the documentation, in site/"
 	@echo "make bench  steps side by side with torch's, memory, slow links (these need root); writes benchmarks/results"
 	@echo "make bench-gpu  the tests and benchmarks that need a GPU (uses PYTHON as it is: a CUDA build of torch with Triton)"
@@ -58,6 +59,15 @@ imports: $(VENV)/ready
 
 unit: $(VENV)/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Without what they depend on: torchvision, which timm asks for, has no CPU build of the same torch.
+$(VENV)/peers: $(VENV)/ready pyproject.toml
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['peers'], sep='\n')" > $@.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r $@.txt
+	touch $@
+
+peers: $(VENV)/peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v tests/peers
 
 compat: $(TORCHES:%=compat-%)
 

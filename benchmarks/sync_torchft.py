@@ -1,4 +1,4 @@
-"""torchft's DiLoCo over gloo on the CPU, as an arm of ``benchmarks.sync link``. Needs ``pip install offbeat[compare]``.
+"""torchft's DiLoCo over gloo on the CPU, as an arm of ``benchmarks.sync link``. Needs ``pip install torchft``.
 
 Each rank is a replica group of one rank, with a manager and a store of its own; rank 0 runs the lighthouse.
 """

@@ -42,7 +42,7 @@ def test_without_the_extra_it_says_what_to_install(missing: str, tmp_path: Path)
     done = offbeat_command("demo", first=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    told = f"the command line needs {missing}, which is not installed; run: pip install 'offbeat[cli]'"
+    told = f"the command line needs {missing}, which is not installed; run: pip install typer rich"
     assert done.stderr == f"offbeat: {told}\n"
 
 

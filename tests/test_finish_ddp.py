@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from tests.harness import adamw, batch, everyone, flat, loss, make, sgd
 from tests.ranks import run_ranks
 from tests.scenarios import Scenarios
-from tests.sync_reference import adamw, batch, everyone, flat, loss, make, sgd
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("finish_ddp")]
 scenario = Scenarios(__name__)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import offbeat
-from tests.sync_reference import batch, flat, loss, make, sgd, write
+from tests.harness import batch, flat, loss, make, sgd, write
 
 OPTIONS: list[dict[str, Any]] = [{}, {"delay": 1}, {"fragments": 2}, {"delay": 2, "fragments": 2}]
 

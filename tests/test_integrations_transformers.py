@@ -218,7 +218,9 @@ def overlap_under_ddp(rank, world):
     assert not differ(model)
     model = gpt2()
     one = trainer(model, rank, world, 4, max_grad_norm=0.1)
-    attach(one, overlap=True)
+    with pytest.warns(UserWarning, match=r"max_grad_norm=0\.1 clips by the norm of all gradients") as caught:
+        attach(one, overlap=True)
+    assert [warning.filename for warning in caught] == [__file__]
     run(one)
     assert_same(model, reference(rank, 4, clip=0.1))
 

@@ -17,8 +17,8 @@ from torch.distributed.optim import PostLocalSGDOptimizer as TorchPostLocalSGDOp
 from torch.nn.parallel import DistributedDataParallel
 
 import offbeat
+from tests.harness import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
 from tests.scenarios import Scenarios
-from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, simulate, train, write
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("local_sgd"), pytest.mark.timeout(320)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import offbeat
-from tests.sync_reference import batch, flat, loss, make
+from tests.harness import batch, flat, loss, make
 
 pytestmark = pytest.mark.xdist_group("simulation")
 

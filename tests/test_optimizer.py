@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import typing
 
 import pytest
 import torch
@@ -497,3 +498,41 @@ def test_a_users_subclass_has_its_own_arguments():
     assert torch.equal(w, v)
     with pytest.raises(TypeError, match="weight_deacy"):
         super(Scaled, mine).__init__([w], weight_deacy=0.1)
+
+
+@pytest.mark.parametrize("name", [*offbeat.optimizers.__all__, "LBFGS"])
+def test_init_has_the_signature_of_the_class_with_types(name):
+    """Tools that make options of a class read its ``__init__``, as LightningCLI does."""
+    cls = getattr(offbeat, name)
+    own, of_class = inspect.signature(cls.__init__), inspect.signature(cls)
+    first, *rest = own.parameters.values()
+    assert first.name == "self"
+    assert [(p.name, p.kind, p.default) for p in rest] == [
+        (p.name, p.kind, p.default) for p in of_class.parameters.values()
+    ]
+    assert all(p.annotation is not p.empty for p in rest)
+    if name != "LBFGS":
+        assert typing.get_type_hints(cls.__init__) == {p.name: p.annotation for p in rest} | {"return": type(None)}
+        assert cls.__init__.__qualname__ == f"{name}.__init__"
+
+
+def test_init_of_a_rules_class_goes_on_to_its_bases():
+    calls = []
+
+    class Noted:
+        def __init__(self, *args, **kwargs):
+            calls.append(kwargs)
+            super().__init__(*args, **kwargs)
+
+    class Mine(Noted, offbeat.RuleOptimizer, rule=offbeat.AdamW.rule):
+        pass
+
+    class Derived(Mine):
+        pass
+
+    for cls in (Mine, Derived):
+        assert cls([torch.ones(1)], lr=0.5).defaults["lr"] == 0.5
+        assert "amsgrad" in inspect.signature(cls.__init__).parameters
+    assert calls == [{"lr": 0.5}] * 2
+    with pytest.raises(TypeError, match="unexpected keyword argument 'weight_dcay'; did you mean 'weight_decay'"):
+        offbeat.AdamW([torch.ones(1)], weight_dcay=0.1)

@@ -172,6 +172,16 @@ def test_sync_raises_by_name(one, monkeypatch):
     step_plainly()
 
 
+def compiled_without(name):
+    class Renamed(type(torch.compile(torch.nn.Linear(2, 2)))):
+        def __getattr__(self, attribute):
+            raise AttributeError(attribute)
+
+    module = object.__new__(Renamed)
+    assert not hasattr(module, name)
+    return module
+
+
 @pytest.mark.parametrize(
     ("feature", "use"),
     [
@@ -181,7 +191,7 @@ def test_sync_raises_by_name(one, monkeypatch):
         ("uneven", lambda: _torch.rebuild_buckets(None)),
         ("mesh", lambda: _torch.flat_mesh(None, "")),
         ("shards", lambda: _torch.shard_place(None)),
-        ("compiled", lambda: _torch.inner_module(type("OptimizedModule", (), {})())),
+        ("compiled", lambda: _torch.inner_module(compiled_without("_orig_mod"))),
     ],
 )
 def test_other_features_raise_by_name(feature, use, monkeypatch):

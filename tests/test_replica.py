@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import offbeat
 from offbeat.replicas.level import Level
 from offbeat.wire.peers import GroupPeers
+from tests.harness import adamw, batch, close, everyone, flat, loss, make, sgd, train, write
 from tests.ranks import run_ranks
 from tests.scenarios import Scenarios
-from tests.sync_reference import adamw, batch, close, everyone, flat, loss, make, sgd, train, write
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica")]
 scenario = Scenarios(__name__)

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 
 import offbeat
 from offbeat.replicas.schedule import Entry, Schedule
-from tests.sync_reference import batch, flat, loss, make, sgd
+from tests.harness import batch, flat, loss, make, sgd
 
 MODELS = [make(seed) for seed in range(3)]  # made before there are threads, which share torch's generator
 adam = functools.partial(offbeat.Adam, lr=0.05)

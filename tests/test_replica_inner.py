@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import offbeat
+from tests.harness import batch, everyone, flat, loss, make, write
 from tests.scenarios import Scenarios
-from tests.sync_reference import batch, everyone, flat, loss, make, write
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica_inner")]
 scenario = Scenarios(__name__)

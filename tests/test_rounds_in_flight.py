@@ -9,7 +9,7 @@ import torch
 
 import offbeat
 from offbeat.replicas.board import Board
-from tests.sync_reference import batch, flat, loss, make, sgd
+from tests.harness import batch, flat, loss, make, sgd
 
 nesterov = functools.partial(offbeat.SGD, lr=0.7, momentum=0.9, nesterov=True)
 adam = functools.partial(offbeat.Adam, lr=0.05)

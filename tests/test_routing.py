@@ -13,8 +13,8 @@ import offbeat
 from offbeat import _torch
 from offbeat.wire import connect, routes
 from offbeat.wire.peers import Traffic
+from tests.harness import adamw, everyone, flat, make, train
 from tests.ranks import run_ranks
-from tests.sync_reference import adamw, everyone, flat, make, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("replica")]
 

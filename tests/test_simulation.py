@@ -13,8 +13,8 @@ import torch.distributed as dist
 import offbeat
 from offbeat.wire.peers import GroupPeers, gather
 from offbeat.wire.simulated import SimulatedConnector
+from tests.harness import adamw, batch, flat, loss, make
 from tests.ranks import run_ranks
-from tests.sync_reference import adamw, batch, flat, loss, make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("simulation")]
 

@@ -379,3 +379,39 @@ def test_dtypes_among_options_go_through_full_state_dicts(name, options, flatten
     assert options.items() <= other.param_groups[0].items()
     for key, value in optimizer.state[model.weight].items():
         assert torch.equal(other.state[model.weight][key], value), key
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_load_state_dict_keeps_by_reference_what_torch_does(chained):
+    """A wrapper may keep parameters as keys, or an object that cannot be copied, beside the state of parameters."""
+
+    class Uncopied:
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    def entries(make):
+        params = make_params(torch.float32)
+        optimizer = make(params)
+        set_gradients(0, params)
+        optimizer.step()
+        state_dict = optimizer.state_dict()
+        extra, thing, inside = {params[0]: torch.ones(2), "at": torch.zeros(1)}, Uncopied(), Uncopied()
+        state_dict["state"]["trac"], state_dict["state"]["thing"] = extra, thing
+        mine = [inside, {"a": inside, "t": torch.ones(1)}]
+        state_dict["state"][0]["mine"] = mine
+        optimizer.load_state_dict(state_dict)
+        loaded = optimizer.state[params[0]]["mine"]
+        return [
+            optimizer.state["trac"] is extra,
+            next(iter(optimizer.state["trac"])) is params[0],
+            optimizer.state["thing"] is thing,
+            loaded is mine,
+            loaded[0] is inside,
+            loaded[1] is mine[1],
+            loaded[1]["a"] is inside,
+        ]
+
+    def ours(params):
+        return offbeat.Chain([offbeat.Adam(params, lr=0.1)]) if chained else offbeat.Adam(params, lr=0.1)
+
+    assert entries(ours) == entries(lambda params: torch.optim.Adam(params, lr=0.1))

@@ -308,9 +308,12 @@ raw_stream: Callable[[int], int] = _get("torch._C._cuda_getCurrentRawStream")
 
 def inner_module(module: Any) -> Any:
     """The module inside that of ``torch.compile``; any other itself."""
-    if type(module).__name__ == "OptimizedModule" and not hasattr(module, "_orig_mod"):
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing has been compiled
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return module
+    if not hasattr(module, "_orig_mod"):
         raise _missing("compiled", ["OptimizedModule._orig_mod"])
-    return getattr(module, "_orig_mod", module)
+    return module._orig_mod
 
 
 def persistent_buffers(module: Any) -> list[tuple[str, Tensor]]:
@@ -382,6 +385,16 @@ def fsdp_groups(module: Any) -> list[Any]:
     if not hasattr(state, "_fsdp_param_group"):
         raise _missing("fsdp", ["FSDPState._fsdp_param_groups"])
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+#: Whether FSDP2 waits for the copy of a gradient to the CPU before it calls the hooks on the parameter.
+fsdp_waits_for_offload = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def fsdp_ends_by_hand(module: Any) -> bool:
+    """Whether ``set_manual_backward_finalization(True)`` (new in torch 2.15) holds for a module of FSDP2's."""
+    context = getattr(module._get_fsdp_state(), "_state_ctx", None)
+    return bool(getattr(context, "manual_backward_finalization", False))
 
 
 # Optimizers and GradScaler.
@@ -779,6 +792,13 @@ PRIVATE: tuple[Private, ...] = (
     Private(
         "FSDPState._fsdp_param_group, FSDPState._fsdp_param_groups", "the same",
         lambda: _has(_FSDP, "_fsdp_param_groups") or _has(_FSDP, "_fsdp_param_group"),
+    ),
+    Private(
+        "FSDPStateContext.manual_backward_finalization", "whether the user ends FSDP2's backward, from torch 2.15 on",
+        lambda: (
+            not _has("torch.distributed.fsdp:FSDPModule", "set_manual_backward_finalization")
+            or _has(f"{_FSDP}Context", "manual_backward_finalization")
+        ),
     ),
     Private(
         "DTensor._local_tensor, DTensor._spec", "a shard and how it is cut, without dispatch",

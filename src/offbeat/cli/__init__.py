@@ -1,4 +1,4 @@
-"""The command line: ``offbeat demo``. It needs the packages of ``pip install 'offbeat[cli]'``."""
+"""The command line: ``offbeat demo``. It needs ``pip install typer rich``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         print(
-            f"offbeat: the command line needs {error.name}, which is not installed; run: pip install 'offbeat[cli]'",
+            f"offbeat: the command line needs {error.name}, which is not installed; run: pip install typer rich",
             file=sys.stderr,
         )
         sys.exit(1)

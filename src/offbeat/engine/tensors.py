@@ -30,6 +30,11 @@ def is_dtensor(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
+def is_plain_shard(placement: Any) -> bool:
+    """Whether this placement of a DTensor cuts it into even pieces in the order of the ranks."""
+    return type(placement) is sys.modules["torch.distributed.tensor"].Shard
+
+
 def local(t: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
     if not is_dtensor(t):

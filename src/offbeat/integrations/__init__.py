@@ -1,4 +1,6 @@
-"""offbeat inside Lightning, Accelerate and Transformers. Install them with ``pip install "offbeat[integrations]"``.
+"""offbeat inside Lightning, Accelerate and Transformers.
+
+In a checkout of offbeat ``pip install ".[integrations]"`` installs the versions that they are tested with.
 
 - :mod:`offbeat.integrations.lightning`: a callback for Lightning's ``Trainer``
 - :mod:`offbeat.integrations.fabric`: sets up a model and its optimizers with Fabric

@@ -24,7 +24,7 @@ try:
     from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError(
-        'offbeat.integrations.accelerate needs Accelerate; install it with pip install "offbeat[integrations]"'
+        'offbeat.integrations.accelerate needs Accelerate; install it with pip install "accelerate>=1.15,<2"'
     ) from error
 
 __all__ = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from offbeat import _torch
+from offbeat._warn import warn
 from offbeat.integrations.shards import meshes_of, pack, places, unpack
 from offbeat.overlap import Overlap
 from offbeat.replicas import Replica
@@ -162,20 +162,18 @@ def rank_to_load(ranks: int) -> int:
     """Which rank's part this rank goes on from, if as many ranks saved the checkpoint."""
     rank, world = rank_and_world()
     if ranks != world:
-        warnings.warn(
+        warn(
             f"the checkpoint was saved by {ranks} ranks, and there are {world} now, so that this run does not go on "
-            f"exactly as the other; rank {rank} goes on from what rank {rank % ranks} saved",
-            stacklevel=3,
+            f"exactly as the other; rank {rank} goes on from what rank {rank % ranks} saved"
         )
     return rank % ranks
 
 
 def warn_of_plain_checkpoint() -> None:
     """Warn that a checkpoint has no parts of ranks."""
-    warnings.warn(
+    warn(
         "the checkpoint was saved without offbeat: replicas start from its model and optimizer, and steps, with them "
-        "warm-up, are counted from 0",
-        stacklevel=3,
+        "warm-up, are counted from 0"
     )
 
 

@@ -18,7 +18,7 @@ try:
     from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 except ImportError as error:
     raise ImportError(
-        'offbeat.integrations.fabric needs Lightning; install it with pip install "offbeat[integrations]"'
+        'offbeat.integrations.fabric needs Lightning; install it with pip install "lightning>=2.6.6,<2.7"'
     ) from error
 
 __all__ = ["EveryRank", "setup"]

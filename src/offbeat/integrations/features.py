@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from offbeat.integrations.attached import Attached
 from offbeat.integrations.handles import is_replica
 from offbeat.overlap import overlap as overlap_optimizer
+from offbeat.overlap.clipping import WAITS
 from offbeat.replicas import DiLoCo, LocalSGD, Replica, SlowMo
 
 __all__ = ["Features", "Options"]
@@ -59,6 +61,8 @@ class Features:
                 "no feature is turned on; give overlap=True, or one of local_sgd=, slowmo=, diloco= and replica=, each "
                 "True or a dictionary of options"
             )
+        #: Whether exact clipping, for which all updates of overlap wait, is still to be warned of.
+        self.warns_of_clipping = self.overlap is not None and "clip" not in self.overlap
         self.kind: str | None = next(iter(found), None)
         self.options: dict[str, Any] = {} if self.kind is None else found[self.kind]
 
@@ -115,7 +119,10 @@ class Features:
                     raise ValueError(
                         f"{name} is set by the framework; leave it out of the options of overlap, and set it there"
                     )
-            handle = overlap_optimizer(optimizer, module, **self.overlap, **ours)
+            with warnings.catch_warnings():
+                if not self.warns_of_clipping:
+                    warnings.filterwarnings("ignore", message=WAITS)
+                handle = overlap_optimizer(optimizer, module, **self.overlap, **ours)
         try:
             wrapped = optimizer if self.kind is None else _REPLICAS[self.kind](optimizer, module, **self.options)
         except BaseException:

@@ -16,7 +16,7 @@ try:
     from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
-        'offbeat.integrations.lightning needs Lightning; install it with pip install "offbeat[integrations]"'
+        'offbeat.integrations.lightning needs Lightning; install it with pip install "lightning>=2.6.6,<2.7"'
     ) from error
 
 __all__ = ["Offbeat"]

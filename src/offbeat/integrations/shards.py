@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from offbeat.engine.tensors import is_dtensor, local
+from offbeat.engine.tensors import is_dtensor, is_plain_shard, local
 
 __all__ = ["meshes_of", "pack", "places", "unpack"]
 
@@ -77,7 +77,7 @@ def _cut(placement: Any) -> int | None:
     """The dimension that is cut, or None if every rank has all of it."""
     if placement.is_replicate():
         return None
-    if type(placement).__name__ != "Shard":
+    if not is_plain_shard(placement):
         raise RuntimeError(
             f"a tensor with the placement {placement} cannot be saved in a rank's part of a checkpoint, which is for "
             "tensors that fully_shard has cut along one dimension; save with torch.distributed.checkpoint, under a "

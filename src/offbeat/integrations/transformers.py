@@ -7,6 +7,15 @@ import math
 import os
 from typing import Any
 
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+except ImportError as error:
+    raise ImportError(
+        'offbeat.integrations.transformers needs Transformers; install it with pip install "transformers>=5.22,<6"'
+    ) from error
+
+from offbeat._warn import warn
 from offbeat.integrations.accelerate import (
     attach_prepared,
     check_saves_one_file,
@@ -17,14 +26,6 @@ from offbeat.integrations.accelerate import (
 )
 from offbeat.integrations.attached import Attached
 from offbeat.integrations.features import Features, Options
-
-try:
-    from transformers import TrainerCallback
-    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-except ImportError as error:
-    raise ImportError(
-        'offbeat.integrations.transformers needs Transformers; install it with pip install "offbeat[integrations]"'
-    ) from error
 
 __all__ = ["Offbeat", "attach"]
 
@@ -86,6 +87,13 @@ def _take_over_clipping(trainer: Any, features: Features) -> None:
         return
     if trainer.args.max_grad_norm:
         features.clip_by_overlap(float(trainer.args.max_grad_norm), "max_grad_norm")
+        if features.warns_of_clipping:
+            features.warns_of_clipping = False
+            warn(
+                f"max_grad_norm={trainer.args.max_grad_norm} clips by the norm of all gradients, for which every "
+                "update waits: overlap then hides nothing and frees nothing during backward. Set max_grad_norm=0, or "
+                "overlap={'clip': 'previous'}, which clips by the norm of the step before"
+            )
     elif "clip_norm" not in features.overlap:
         # The Trainer reads the norm at every step. Measured bucket by bucket it does not delay updates.
         if "clip" in features.overlap:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, ClassVar, TypeVar, overload
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from offbeat import _torch
 from offbeat._names import check_names, nearest
 from offbeat._types import Params
+from offbeat._warn import warn
 from offbeat.engine.choice import Choice
 from offbeat.engine.cuda.capture import is_capturing
 from offbeat.engine.engine import Engine
@@ -25,7 +25,7 @@ from offbeat.engine.precision import check_precision, kept_slots
 from offbeat.engine.state import State, new_state
 from offbeat.optim.checkpoint import check_state_dict, loaded, numbered, packed
 from offbeat.optim.sharing import SharesMatrices
-from offbeat.optim.signature import describe, signature
+from offbeat.optim.signature import describe, make_init, signature
 from offbeat.rules.rule import FLAGS, PRECISION, Rule, Slot
 
 __all__ = ["RuleOptimizer"]
@@ -66,7 +66,10 @@ class RuleOptimizer(SharesMatrices, Optimizer):
             cls.rule, cls._signature = rule, signature(rule)
             cls.__signature__ = cls._signature  # type: ignore[attr-defined]
             cls.__doc__ = describe(rule, cls)
-        if "__init__" in vars(cls):  # a user's, with other arguments than the rule's
+        if "__init__" not in vars(cls):
+            if rule is not None:
+                cls.__init__ = make_init(cls, rule)  # type: ignore[method-assign]
+        else:  # a user's, with other arguments than the rule's
             own = inspect.signature(vars(cls)["__init__"])
             cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
 
@@ -119,10 +122,9 @@ class RuleOptimizer(SharesMatrices, Optimizer):
         for key in param_group:
             meant = nearest(key, known, least=0.8) if isinstance(key, str) and key not in known else None
             if meant is not None and abs(len(key) - len(meant)) <= 2:
-                warnings.warn(
+                warn(
                     f"{type(self).__name__} has no option {key!r}, so this key of a parameter group has no effect; "
-                    f"did you mean {meant!r}?",
-                    stacklevel=3,
+                    f"did you mean {meant!r}?"
                 )
 
     @overload
@@ -326,9 +328,10 @@ class RuleOptimizer(SharesMatrices, Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a state dict of this class or of torch.optim's class of the same name.
 
-        State keeps the dtype in which it was saved. Nothing is shared with ``state_dict``. If both sides name their
-        parameters and each group has the same names, state is matched by name, otherwise by position. Options that a
-        checkpoint does not have are taken from this optimizer.
+        State keeps the dtype in which it was saved. The tensors of a parameter's state are
+        copied. As in torch, other objects in it, and entries under keys that are not parameters, stay the same objects.
+        If both sides name their parameters and each group has the same names, state is matched by name, otherwise by
+        position. Options that a checkpoint does not have are taken from this optimizer.
         """
         state_dict = dict(state_dict)
         for hook in _torch.state_dict_hooks(self, "load_state_dict_pre"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from typing import Any, TypeVar, cast, overload
+from typing import Any, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -53,8 +53,8 @@ class Chain(Optimizer):
 
     optimizers: tuple[Optimizer, ...] = ()
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        if isinstance(optimizers, Optimizer):
+    def __init__(self, optimizers: Iterable[Optimizer], *_more: NoReturn) -> None:
+        if _more or isinstance(optimizers, Optimizer):
             raise TypeError("Chain takes one list of optimizers; write Chain([first, second])")
         members = tuple(optimizers)
         _check(members)

@@ -85,7 +85,11 @@ def numbered(state_dict: dict[str, Any]) -> dict[str, Any]:
 def loaded(
     optimizer: Optimizer, state_dict: dict[str, Any], slots: Callable[[dict[str, Any]], tuple[Slot, ...]]
 ) -> tuple[State, list[dict[str, Any]]]:
-    """State and groups for ``optimizer`` from a state dict. Neither argument is changed, and no memory is shared."""
+    """State and groups for ``optimizer`` from a state dict. Neither argument is changed.
+
+    No memory of a parameter's state is shared. What is not a tensor or a plain container stays the same object, and so
+    does all state that is not a parameter's.
+    """
     groups = optimizer.param_groups
     saved = [{k: _find_dtype(v) for k, v in deepcopy(group).items()} for group in state_dict["param_groups"]]
     if len(groups) != len(saved):
@@ -133,7 +137,7 @@ def loaded(
     known = set(source.of.values())
     for key, value in state_dict["state"].items():
         if key not in known:
-            state[key] = deepcopy(value)
+            state[key] = value  # as torch: it may hold what cannot be copied, or what must stay the same object
     return state, new_groups
 
 
@@ -188,13 +192,24 @@ def _fit(p: Tensor, key: str, value: Any, is_tensor_slot: bool, is_scalar_slot: 
             return value.detach().clone().redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
         copy = torch.empty_like(p, dtype=value.dtype, memory_format=torch.preserve_format, requires_grad=False)
         return copy.copy_(value)  # keeps the autograd history of state that has one
-    return deepcopy(value)
+    return _fit_other(p, value)
+
+
+def _fit_other(p: Tensor, value: Any) -> Any:
+    """What the rule does not know: new containers of the same objects, as torch makes them."""
+    if isinstance(value, Tensor):
+        return value.to(p.device, copy=True)
+    if type(value) is dict:
+        return {key: _fit_other(p, item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_fit_other(p, item) for item in value)
+    return value
 
 
 def _fit_shaped(p: Tensor, slot: Slot, value: Any) -> Any:
     """The same for state of another shape than the parameter, which is cut as far as it follows the parameter."""
     if not isinstance(value, Tensor):
-        return deepcopy(value)
+        return _fit_other(p, value)
     check_shape(slot.key, value, slot.shape_for(p.shape), p)
     check_kind(slot.key, value, p)
     if not is_dtensor(p):

@@ -5,12 +5,17 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
+import torch
+from torch import Tensor
+
+from offbeat._types import Params
 from offbeat.engine.precision import precision_options
 from offbeat.rules.rule import FLAGS, Rule
 
-__all__ = ["FLAG_DOCS", "OPTION_TYPES", "describe", "signature"]
+__all__ = ["FLAG_DOCS", "OPTION_TYPES", "describe", "make_init", "signature"]
 
 #: The types of options that are not hyperparameters, as annotations.
 OPTION_TYPES = {
@@ -53,6 +58,24 @@ def signature(rule: Rule) -> inspect.Signature:
     parts += [parameter(h.name, keyword, default=h.default) for h in rule.hyper if h.name in only]
     parts += [parameter(name, keyword, default=None) for name in precision_options(rule)]
     return inspect.Signature(parts)
+
+
+def make_init(cls: Any, rule: Rule) -> Callable[..., None]:
+    """An ``__init__`` with the rule's signature and its types, as tools that make options of arguments read them."""
+    types = {hyper.name: hyper.type for hyper in rule.hyper} | OPTION_TYPES | {"params": "Params"}
+    known = {"Any": Any, "Literal": Literal, "Params": Params, "Tensor": Tensor, "torch": torch}
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(cls, self).__init__(*args, **kwargs)
+
+    parts = [one.replace(annotation=eval(types[one.name], known)) for one in signature(rule).parameters.values()]
+    made: Any = __init__
+    made.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *parts], return_annotation=None
+    )
+    made.__annotations__ = {one.name: one.annotation for one in parts} | {"return": None}
+    made.__qualname__, made.__module__ = f"{cls.__qualname__}.__init__", cls.__module__
+    return made  # type: ignore[no-any-return]
 
 
 def describe(rule: Rule, cls: type) -> str:

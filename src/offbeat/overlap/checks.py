@@ -107,17 +107,7 @@ def check_wrapper(optimizer: Any, scaler: Any) -> None:
 
 def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> None:
     """Raise if the optimizer cannot be overlapped, or not with this module."""
-    if not isinstance(optimizer, Optimizer) or _torch.step_pre_hooks(optimizer) is None:
-        raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer with step hooks, but got {type(optimizer).__name__}"
-        )
-    inner = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
-    if inner is not None and not is_registered(type(optimizer)):
-        raise TypeError(
-            f"{type(optimizer).__name__} wraps another optimizer ({type(inner).__name__}), and overlap() does not know "
-            f"what it does besides calling it; call overlap() first, with the {type(inner).__name__}, then make the "
-            f"{type(optimizer).__name__} around it, or define how to step a bucket with offbeat.register_overlapped"
-        )
+    _check_kind(optimizer)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty and not is_registered(type(optimizer)):
         raise TypeError(
@@ -141,6 +131,28 @@ def check_parameters(optimizer: Any, module: torch.nn.Module, scaler: Any) -> No
             )
         for p in group["params"]:
             _check_parameter(p, i, names.get(id(p)), scaler)
+
+
+def _check_kind(optimizer: Any) -> None:
+    """Raise if this is no optimizer, or one around another."""
+    name = type(optimizer).__name__
+    distributed = sys.modules.get("torch.distributed.optim")
+    if isinstance(optimizer, getattr(distributed, "ZeroRedundancyOptimizer", ())):
+        raise TypeError(
+            f"{name} cannot be overlapped: it sends parameters to the other ranks in step(), and makes the optimizer "
+            "inside itself; shard the module with torch.distributed.fsdp.fully_shard and overlap an optimizer of its "
+            "parameters"
+        )
+    inside = {key: value for key, value in getattr(optimizer, "__dict__", {}).items() if isinstance(value, Optimizer)}
+    if inside and not is_registered(type(optimizer)):
+        key, inner = next(iter(inside.items()))
+        raise TypeError(
+            f"{name} wraps another optimizer ({type(inner).__name__}, its attribute {key!r}), and overlap() does not "
+            f"know what it does besides calling it; call overlap() first, with the {type(inner).__name__}, then make "
+            f"the {name} around it, or define how to step a bucket with offbeat.register_overlapped"
+        )
+    if not isinstance(optimizer, Optimizer) or _torch.step_pre_hooks(optimizer) is None:
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer with step hooks, but got {name}")
 
 
 def _check_parameter(p: Tensor, group: int, name: str | None, scaler: Any) -> None:

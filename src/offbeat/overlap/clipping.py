@@ -20,10 +20,13 @@ from torch import Tensor
 from offbeat._torch import foreach_mul_, foreach_norm, order_by_kind
 from offbeat.engine.tensors import changes, is_dtensor, local
 
-__all__ = ["MODES", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
+__all__ = ["MODES", "WAITS", "Clip", "Clipping", "Shards", "multiply", "shard_groups"]
 
 Clip: TypeAlias = Literal["exact", "previous", "bucket"]
 MODES: tuple[str, ...] = get_args(Clip)
+
+#: The beginning of the warning that overlap gains nothing.
+WAITS = "with clip='exact' every update waits"
 
 #: By id of a parameter, the process groups that hold its other shards.
 Shards = dict[int, tuple[Any, ...]]

@@ -79,19 +79,32 @@ def fsdp_units(module: torch.nn.Module) -> dict[int, Unit]:
     units: dict[int, Unit] = {}
     if fsdp is None:
         return units
+    _refuse_manual_finalization(module)
     for part in module.modules():
         if not isinstance(part, fsdp.FSDPModule):
             continue
         for group in _torch.fsdp_groups(part):
-            if any(fsdp_param.offload_to_cpu for fsdp_param in group.fsdp_params):
+            offloads = any(fsdp_param.offload_to_cpu for fsdp_param in group.fsdp_params)
+            if offloads and not _torch.fsdp_waits_for_offload:
                 raise ValueError(
-                    "fully_shard's CPUOffloadPolicy cannot be overlapped: gradients are still being copied to the CPU "
-                    "when their parameters would be updated; leave offload_policy out, or step after backward"
+                    f"fully_shard's CPUOffloadPolicy cannot be overlapped with torch {torch.__version__}: gradients "
+                    "are still being copied to the CPU when their parameters would be updated; use torch 2.13 or "
+                    "later, leave offload_policy out, or step after backward"
                 )
             params = [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
             unit = Unit(list(group.modules), sum(p.requires_grad for p in params))
             units.update((id(p), unit) for p in params)
     return units
+
+
+def _refuse_manual_finalization(module: torch.nn.Module) -> None:
+    fsdp = sys.modules["torch.distributed.fsdp"]
+    if any(isinstance(part, fsdp.FSDPModule) and _torch.fsdp_ends_by_hand(part) for part in module.modules()):
+        raise ValueError(
+            "set_manual_backward_finalization(True) cannot be overlapped: FSDP2 then writes gradients after backward, "
+            "when parameters would have been updated; leave the end of backward to FSDP2 (a pipeline schedule of torch "
+            "2.15 sets this too), or step after backward"
+        )
 
 
 def _count_calls(units: list[Unit], called: torch.nn.Module) -> list[Any]:
@@ -122,7 +135,10 @@ class _BeginAnew(ModuleHook):
         self._backward = backward
 
     def __call__(self, module: Any, args: Any) -> None:
-        if not torch.compiler.is_compiling() and self._backward.has_run and current_pass() == -1:
+        if torch.compiler.is_compiling() or current_pass() != -1:
+            return
+        _refuse_manual_finalization(module)
+        if self._backward.has_run:
             self._backward.has_run = False
             for unit in self._backward.units:
                 unit.calls = 0

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from offbeat import _torch, frameworks
 from offbeat._names import checks_names
 from offbeat._types import CommHook
+from offbeat._warn import warn
 from offbeat.overlap.checks import check_module, check_options, check_parameters, check_wrapper, owners
-from offbeat.overlap.clipping import Clip, Clipping
+from offbeat.overlap.clipping import WAITS, Clip, Clipping
 from offbeat.overlap.ddp import DdpSource, check_ddp
 from offbeat.overlap.fsdp import FsdpSource, fsdp_units
 from offbeat.overlap.module import ModuleSource
@@ -56,8 +57,9 @@ def overlap(
             whether more passes follow in the same step. See also :meth:`Overlap.accumulate`. With DDP's ``no_sync()``
             or FSDP2's ``set_requires_gradient_sync(False)``, leave it at 1.
         clip_norm: the largest norm of all gradients of this optimizer together. None does not clip.
-        clip: ``"exact"`` clips by the norm of all gradients, and delays all updates until it is known. ``"previous"``
-            clips by the norm of the previous step and ``"bucket"`` clips each bucket by its own norm; neither waits.
+        clip: ``"exact"`` clips by the norm of all gradients, and delays all updates until it is known, so that overlap
+            gains nothing; it warns. ``"previous"`` clips by the norm of the previous step and ``"bucket"`` clips each
+            bucket by its own norm; neither waits, and both are other algorithms than exact clipping.
         scaler: the :class:`torch.amp.GradScaler` that scales the loss. Updates are delayed until all gradients are
             known to be finite.
         comm_hook: a DDP communication hook that reduces buckets. It is called as ``comm_hook(comm_state, bucket)``.
@@ -99,6 +101,12 @@ def overlap(
     units = fsdp_units(module)
     clipping = None if clip_norm is None else Clipping(float(clip_norm), clip)
     inside = module.module if isinstance(module, DistributedDataParallel) else module
+    scales = scaler is not None and scaler.is_enabled()
+    if clipping is not None and clipping.mode == "exact" and not scales:
+        warn(
+            f"{WAITS} for the norm of all gradients, so overlap hides nothing and frees nothing during backward. Leave "
+            "clip_norm out, or pass clip='previous', which clips by the norm of the step before and does not wait"
+        )
     step = Step(optimizer, list(inside.named_parameters()), accumulate, clipping)
     cap = None if bucket_cap_mb is None else max(1, int(bucket_cap_mb * 2**20))
     source: Source

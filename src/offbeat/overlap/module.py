@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from offbeat import _torch
+from offbeat._warn import warn
 from offbeat.ddp import is_inside_ddp
 from offbeat.engine.tensors import local
 from offbeat.frameworks import DDP_IN_FRAMEWORKS
@@ -168,10 +168,9 @@ class ModuleSource(Source):
     def _be_reentrant(self) -> None:
         if not self._reentrant:
             self._reentrant = True
-            warnings.warn(
+            warn(
                 "checkpoint(use_reentrant=True) runs a backward pass inside backward, so offbeat.overlap() makes all "
-                "updates in optimizer.step(); with use_reentrant=False they overlap with backward",
-                stacklevel=3,
+                "updates in optimizer.step(); with use_reentrant=False they overlap with backward"
             )
 
 

@@ -15,10 +15,15 @@ from torch.optim import Optimizer
 
 from offbeat.optim import LBFGS, Chain, RuleOptimizer
 from offbeat.overlap.clipping import multiply
+from offbeat.overlap.numbers import Changes, Numbers
+from offbeat.overlap.trial import check_buckets, check_kinds
 
 __all__ = ["OverlappedOptimizer", "is_registered", "overlapped", "register_overlapped"]
 
 _registry: dict[type, Any] = {}
+
+#: Classes whose update of a parameter depends on nothing else, and which keep no numbers for all parameters.
+_OF_TORCH = {one for one in vars(torch.optim).values() if isinstance(one, type) and issubclass(one, Optimizer)}
 
 
 class StepsBuckets(Protocol):
@@ -35,9 +40,10 @@ class OverlappedOptimizer:
     """Updates some of an optimizer's parameters and leaves the others alone.
 
     The default works for every :class:`torch.optim.Optimizer` whose update of a parameter depends only on that
-    parameter, its gradient and its state: it shows the optimizer only the parameters of a bucket and runs the ``step``
-    of its class. For other optimizers, subclass it, override :meth:`step_bucket`, and register the subclass with
-    :func:`register_overlapped`.
+    parameter, its gradient, its state and numbers that change once in a step: it shows the optimizer only the
+    parameters of a bucket and runs the ``step`` of its class. :func:`offbeat.overlap` tries with small tensors
+    whether that is so, unless the class is one of torch's. For other optimizers, subclass it, override
+    :meth:`step_bucket`, and register the subclass with :func:`register_overlapped`.
 
     Args:
         optimizer: the optimizer whose parameters are updated.
@@ -57,36 +63,32 @@ class OverlappedOptimizer:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer: Any = optimizer  # of the class that a subclass was registered for
-        self._calls = 0
+
+    _numbers: Numbers | None = None
 
     def begin_step(self) -> None:
         """Called before the first bucket of every step; the groups do not change until the last bucket."""
 
+    def _take_changes(self) -> list[Changes]:
+        """What buckets have changed in the numbers of the optimizer, to be written after ``optimizer.step()``."""
+        changes = None if self._numbers is None else self._numbers.take()
+        return [] if changes is None else [changes]
+
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Update some parameters, under ``torch.no_grad()``.
 
-        Do not run step hooks: they run once, in ``optimizer.step()``.
+        Do not run step hooks: they run once, in ``optimizer.step()``. Step counters and other numbers that the
+        optimizer keeps in its groups or attributes are as before afterwards; they change once, in
+        ``optimizer.step()``.
 
         Args:
             params: parameters of the optimizer.
             grads: their gradients; ``.grad`` need not hold them.
         """
-        if self._calls > 1:
+        if self._numbers is None:
+            self._numbers = Numbers(self.optimizer)
+        with self._numbers.bucket(params):
             self._step_narrowed(params, grads)
-            return
-        before = _counters(self.optimizer)
-        self._step_narrowed(params, grads)
-        after = _counters(self.optimizer)
-        changed = {key for key in after if after[key] != before.get(key)}
-        # What is switched once and for all at the first step, such as "checked", may change in the first bucket.
-        flags = {key for key in changed if self._calls == 0 and type(after[key]) is bool}
-        if changed - flags:
-            raise TypeError(
-                f"{type(self.optimizer).__name__}.step() changes {', '.join(sorted(changed - flags))} of the optimizer "
-                "itself, which would change once for every bucket instead of once for every step; define how to step a "
-                "bucket with offbeat.register_overlapped"
-            )
-        self._calls += 1
 
     def step_clipped(self, params: Sequence[Tensor], grads: Sequence[Tensor], clip: Tensor) -> None:
         """Multiply gradients by a number and update the parameters.
@@ -119,8 +121,36 @@ class OverlappedOptimizer:
                 p.grad = g_before
 
 
-def _counters(optimizer: Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in vars(optimizer).items() if type(value) in (int, float, bool)}
+class _Tried(OverlappedOptimizer):
+    """An optimizer from elsewhere, after a trial has shown that its buckets add up to a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(optimizer)
+        check_kinds(optimizer)
+        self._open = check_buckets(optimizer, _steps_of)
+
+    def begin_step(self) -> None:
+        """Try again what could not be tried before training began."""
+        if self._open is not None:
+            self._open = check_buckets(self.optimizer, _steps_of)
+        if self._open is not None:
+            raise TypeError(
+                f"{type(self.optimizer).__name__} cannot be overlapped: its step has raised in a trial with small "
+                f"tensors ({type(self._open).__name__}: {self._open}); if it should not have, define how to step a "
+                "bucket with offbeat.register_overlapped"
+            ) from self._open
+
+
+def _steps_of(optimizer: Optimizer) -> tuple[Any, Any, Any]:
+    stepper = OverlappedOptimizer(optimizer)
+
+    def end() -> None:
+        changes = stepper._take_changes()
+        _bare_step(optimizer)
+        for change in changes:
+            change.write()
+
+    return lambda: _bare_step(optimizer), stepper.step_bucket, end
 
 
 def _bare_step(optimizer: Optimizer) -> None:
@@ -200,7 +230,7 @@ def overlapped(optimizer: Optimizer) -> OverlappedOptimizer:
         if found is not None:
             made: Any = optimizer if found is cls else found(optimizer)
             return made if isinstance(made, OverlappedOptimizer) else _Adapted(optimizer, made)
-    return OverlappedOptimizer(optimizer)
+    return OverlappedOptimizer(optimizer) if type(optimizer) in _OF_TORCH else _Tried(optimizer)
 
 
 class _Adapted(OverlappedOptimizer):
@@ -244,6 +274,9 @@ class _OverlappedChain(OverlappedOptimizer):
     def begin_step(self) -> None:
         for part in self._parts.values():
             part.begin_step()
+
+    def _take_changes(self) -> list[Changes]:
+        return [change for part in self._parts.values() for change in part._take_changes()]
 
     def step_bucket(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         for one, mine, given in self._chain.by_owner(params, grads):

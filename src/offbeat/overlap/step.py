@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from offbeat.overlap.accumulation import Accumulation
 from offbeat.overlap.clipping import Clipping
 from offbeat.overlap.consumed import Placeholders, is_stale, settle
+from offbeat.overlap.numbers import Changes
 from offbeat.overlap.options import check_options_unchanged, options_of
 from offbeat.overlap.parameters import Parameters
 from offbeat.overlap.registry import overlapped
 from offbeat.overlap.scaling import Scaling
 from offbeat.overlap.step_hooks import StepHooks
+from offbeat.overlap.unowned import Unowned
 
 __all__ = ["Step"]
 
@@ -65,6 +67,8 @@ class Step:
         self._options: list[dict[str, Any]] | None = None
         self._used: list[Tensor] = []
         self._given: list[Tensor] = []
+        self._changes: list[Changes] = []
+        self._unowned = Unowned(named)
 
     @property
     def is_open(self) -> bool:
@@ -103,6 +107,7 @@ class Step:
         if self.is_finished and self.is_open:
             self._failure = "a backward pass in a step pre-hook has added to gradients that were clipped already"
         self._has_gradients, self.is_finished = True, False
+        self._unowned.before_backward()
         self.in_step = False  # if the last optimizer.step() failed
         if self.scaling is not None:
             self.scaling.take_over()
@@ -237,10 +242,13 @@ class Step:
 
     def hand_over(self) -> None:
         """Let the optimizer's own step see only the gradients that are left."""
+        if self.is_open:
+            self._unowned.after_step(self.optimizer)
         self.count += self.is_open
         self.in_step = True
         self._used = list(self.stepped.values())
         self._given = self._left() if self.is_open and not self._always_waits else []
+        self._changes = self._overlapped._take_changes()
         self.reset()
 
     def take_back(self) -> None:
@@ -252,7 +260,9 @@ class Step:
         self._placeholders.place(p for p in self._used if p.grad is None)
         self._placeholders.place(p for p in self._given if p.grad is not None)
         self._placeholders.begin_step()
-        self._used, self._given, self.in_step = [], [], False
+        for change in self._changes:
+            change.write()
+        self._used, self._given, self._changes, self.in_step = [], [], [], False
 
     def reset(self, *, drop_gradients: bool = False) -> None:
         """Begin a new step. Gradients that have been used are set to None; with ``drop_gradients``, all are."""
@@ -260,6 +270,7 @@ class Step:
             p.grad = None
         self.stepped = {}
         self._placeholders.begin_step()
+        self._overlapped._take_changes()
         self.accumulation.begin_step()
         self._has_gradients = self.is_finished = self.stepped_elsewhere = False
         self._options, self._failure = None, None

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from offbeat.engine.matrix.assign import assign, cost_of, rounds
+from offbeat.engine.tensors import is_plain_shard
 
 __all__ = ["Cut", "Job", "Steps", "alike", "cut_of", "run_copies", "run_shards"]
 
@@ -55,7 +56,7 @@ def cut_of(p: Any) -> Cut | None:
     cuts = [(i, placement) for i, placement in several if not placement.is_replicate()]
     if not cuts:
         return None
-    if len(cuts) > 1 or type(cuts[0][1]).__name__ != "Shard":
+    if len(cuts) > 1 or not is_plain_shard(cuts[0][1]):
         raise RuntimeError(
             f"a parameter of shape {tuple(p.shape)} has the placements {tuple(p.placements)}; matrices that are cut "
             "can be put together along one dimension of the mesh only (FSDP2 or HSDP). Leave this parameter out of "
