@@ -19,6 +19,7 @@ from offbeat.optim import (
     Split,
     as_functional,
     as_pure,
+    muon_with_adamw,
     optimizers,
     split_parameters,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "as_functional",
     "as_pure",
     "codec_hook",
+    "muon_with_adamw",
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",
