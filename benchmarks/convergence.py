@@ -4,6 +4,7 @@
     python -m benchmarks.convergence --tasks gpt-long [--save]   # eight times as long
     python -m benchmarks.convergence --tasks gpt-codecs gpt-codecs-long [--save]   # codecs, and as long
     python -m benchmarks.convergence --device cuda [--save]   # a GPT of 10 M parameters, and four times as long
+    python -m benchmarks.convergence --device cuda --compiled --tasks recipes [--save]   # see convergence_recipes
     python -m benchmarks.convergence --quick   # a few steps, one seed: does it run?
 
 Replicas are threads of one process with the production code, over `offbeat.Simulation`. ``--save`` writes
@@ -27,10 +28,8 @@ Both options save. Arms that not all seeds have run are left out of the table an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
-import math
 import os
 import sys
 import time
@@ -40,210 +39,15 @@ from typing import Any
 
 import torch
 
-import offbeat
-from benchmarks.convergence_data import Samples, digits, sources
+from benchmarks import convergence_recipes_report, convergence_report
+from benchmarks.convergence_data import Samples
 from benchmarks.convergence_jobs import Clock, Job, Outcome, in_processes
-from benchmarks.convergence_models import ByteGPT, ConvNet
-from benchmarks.convergence_report import pages, plot
+from benchmarks.convergence_recipes import RECIPE_TASKS
+from benchmarks.convergence_tasks import ARMS, FIRST, ON_CPU, ON_GPU, OWN_FILES, TASKS
 from benchmarks.convergence_train import Arm, Task, train
 from benchmarks.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-
-local = functools.partial(functools.partial, offbeat.LocalSGD)
-diloco = functools.partial(functools.partial, offbeat.DiLoCo)
-plain_outer = functools.partial(offbeat.SGD, lr=1.0)
-
-ARMS = {
-    "DDP": Arm(),
-    "DDP, lr / √2": Arm(rate=1 / math.sqrt(2)),
-    "DDP, lr × √2": Arm(rate=math.sqrt(2)),
-    "one replica alone, half the batch": Arm(alone=True),
-    "one replica alone, a quarter of the batch": Arm(alone=True),
-    "LocalSGD(1)": Arm(local(every=1)),
-    "LocalSGD(8)": Arm(local(every=8), like="LocalSGD(1)"),
-    "LocalSGD(8), lr × √replicas": Arm(local(every=8), local_rate=math.sqrt, like="DDP, lr × √2"),
-    "LocalSGD(8), delay 7": Arm(local(every=8, delay=7), delay=7, like="LocalSGD(8)"),
-    "DiLoCo(8), outer SGD 1.0, delay 7, mixing 0.5": Arm(
-        diloco(every=8, outer=plain_outer, delay=7, mixing=0.5), delay=7, like="LocalSGD(8), delay 7"
-    ),
-    "SlowMo(8)": Arm(functools.partial(offbeat.SlowMo, every=8), like="LocalSGD(8)"),
-    "DiLoCo(32)": Arm(diloco(every=32), like="LocalSGD(8)"),
-    "DiLoCo(32), lr × √replicas": Arm(diloco(every=32), local_rate=math.sqrt, like="DiLoCo(32)"),
-    "DiLoCo(32), outer lr 0.8, momentum 0.6": Arm(
-        diloco(every=32, outer_lr=0.8, outer_momentum=0.6), like="DiLoCo(32)"
-    ),
-    "DiLoCo(128)": Arm(diloco(every=128), like="DiLoCo(32)"),
-    "DiLoCo(128), outer lr 0.8, momentum 0.6": Arm(
-        diloco(every=128, outer_lr=0.8, outer_momentum=0.6), like="DiLoCo(128)"
-    ),
-    "streaming DiLoCo(32), 4 fragments, delay 4": Arm(
-        diloco(every=32, fragments=4, delay=4), delay=4, like="DiLoCo(32)"
-    ),
-    "streaming DiLoCo(32), outer lr 0.8, momentum 0.6": Arm(
-        diloco(every=32, outer_lr=0.8, outer_momentum=0.6, fragments=4, delay=4), delay=4,
-        like="streaming DiLoCo(32), 4 fragments, delay 4",
-    ),
-    "streaming DiLoCo(64), 4 fragments, delay 15, int4, error feedback": Arm(
-        diloco(every=64, fragments=4, delay=15, codec="int4", error_feedback=1.0), delay=15,
-        like="streaming DiLoCo(32), 4 fragments, delay 4",
-    ),
-    "DiLoCo(32), bf16": Arm(diloco(every=32, codec="bf16"), like="DiLoCo(32)"),
-    "DiLoCo(32), int8": Arm(diloco(every=32, codec="int8"), like="DiLoCo(32)"),
-    "DiLoCo(32), int4": Arm(diloco(every=32, codec="int4"), like="DiLoCo(32)"),
-    "DiLoCo(32), int4, error feedback": Arm(
-        diloco(every=32, codec="int4", error_feedback=1.0), like="DiLoCo(32)"
-    ),
-    "DiLoCo(32), outer lr 0.8, momentum 0.6, int8": Arm(
-        diloco(every=32, outer_lr=0.8, outer_momentum=0.6, codec="int8"), like="DiLoCo(32), outer lr 0.8, momentum 0.6"
-    ),
-    "DiLoCo(32), outer lr 0.8, momentum 0.6, int4": Arm(
-        diloco(every=32, outer_lr=0.8, outer_momentum=0.6, codec="int4"), like="DiLoCo(32), outer lr 0.8, momentum 0.6"
-    ),
-    "streaming DiLoCo(32), 4 fragments, delay 4, int8": Arm(
-        diloco(every=32, fragments=4, delay=4, codec="int8"), delay=4,
-        like="streaming DiLoCo(32), 4 fragments, delay 4",
-    ),
-    "streaming DiLoCo(32), 4 fragments, delay 4, int4, error feedback": Arm(
-        diloco(every=32, fragments=4, delay=4, codec="int4", error_feedback=1.0), delay=4,
-        like="streaming DiLoCo(32), 4 fragments, delay 4",
-    ),
-    "DiLoCo(32), int2, error feedback": Arm(
-        diloco(every=32, codec="int2", error_feedback=1.0), like="DiLoCo(32)"
-    ),
-    "DiLoCo(32), outer SGD 1.0": Arm(diloco(every=32, outer=plain_outer), like="DiLoCo(32)"),
-    "DiLoCo(32), outer SGD 1.0, TopK(0.03), error feedback": Arm(
-        diloco(every=32, outer=plain_outer, codec=offbeat.TopK(0.03), error_feedback=0.95),
-        like="DiLoCo(32), outer SGD 1.0",
-    ),
-}  # fmt: skip
-
-#: Codecs with the settings to start from, beside the same without a codec.
-CODED = [
-    "DiLoCo(32), int4, error feedback",
-    "DiLoCo(32), outer lr 0.8, momentum 0.6, int8",
-    "DiLoCo(32), outer lr 0.8, momentum 0.6, int4",
-    "streaming DiLoCo(32), 4 fragments, delay 4, int8",
-    "streaming DiLoCo(32), 4 fragments, delay 4, int4, error feedback",
-]
-#: With another seed (100) DDP's held-out loss was 1.998 at a learning rate of 4e-3, 1.905 at 8e-3 and 1.879 at 1.6e-2.
-#: The outer settings 0.8 and 0.6 are the best of six for DiLoCo(32) with that seed, at 8e-3.
-GPT = Task(
-    "2 replicas: a GPT of 0.04 M parameters over bytes",
-    functools.partial(sources, length=64, held_out=256),
-    functools.partial(ByteGPT, layers=2, width=32, heads=2, length=64),
-    lambda params: offbeat.AdamW(params, lr=1.2e-2, betas=(0.9, 0.95), weight_decay=0.1),
-    "AdamW, lr 1.2e-2, betas 0.9 and 0.95, weight decay 0.1",
-    arms=[name for name in ARMS if "a quarter" not in name and name not in CODED],
-    replicas=2,
-    batch=16,
-    tokens=64,
-    steps=832,
-    synchronised=64,
-    evaluate=32,
-)
-#: Eight times as long, DDP's held-out loss with seed 100 was 1.679 at a learning rate of 1e-3, 1.613 at 2e-3, 1.610 at
-#: 3e-3, 1.613 at 4e-3, 1.632 at 8e-3, 1.627 at 1.2e-2 and 1.627 at 1.6e-2.
-LONG = [
-    "DDP",
-    "one replica alone, half the batch",
-    "LocalSGD(1)",
-    "LocalSGD(8)",
-    "DiLoCo(32)",
-    "DiLoCo(32), outer lr 0.8, momentum 0.6",
-    "streaming DiLoCo(32), 4 fragments, delay 4",
-    "streaming DiLoCo(64), 4 fragments, delay 15, int4, error feedback",
-    "DiLoCo(32), int4",
-]
-FEWER = ["DDP", "LocalSGD(1)", "LocalSGD(8)", "DiLoCo(32)", "DiLoCo(32), int4"]
-LARGE = [
-    "DDP",
-    "one replica alone, a quarter of the batch",
-    "LocalSGD(1)",
-    "LocalSGD(8)",
-    "SlowMo(8)",
-    "DiLoCo(32)",
-    "DiLoCo(32), outer lr 0.8, momentum 0.6",
-    "DiLoCo(128)",
-    "streaming DiLoCo(32), 4 fragments, delay 4",
-    "DiLoCo(32), bf16",
-    "DiLoCo(32), int8",
-    "DiLoCo(32), int4",
-    "DiLoCo(32), int2, error feedback",
-    "DiLoCo(32), outer SGD 1.0",
-    "DiLoCo(32), outer SGD 1.0, TopK(0.03), error feedback",
-]
-#: What several processes run first, with all seeds: a run that is cut off should have these.
-FIRST = [
-    "DDP",
-    "LocalSGD(8)",
-    "DiLoCo(32)",
-    "streaming DiLoCo(32), 4 fragments, delay 4",
-    "DiLoCo(32), int4",
-]
-TASKS = {
-    "gpt": GPT,
-    "digits": Task(
-        "2 replicas: a convolutional net with BatchNorm",
-        digits,
-        ConvNet,
-        lambda params: offbeat.SGD(params, lr=0.4, momentum=0.9, weight_decay=5e-4),
-        "SGD, lr 0.4, momentum 0.9, weight decay 5e-4",
-        arms=["DDP", "LocalSGD(1)", "LocalSGD(8)", "LocalSGD(8), delay 7", "DiLoCo(32)"],
-        replicas=2,
-        batch=32,
-        tokens=1,
-        steps=400,
-        synchronised=80,
-        evaluate=20,
-        unit="samples",
-    ),
-    "gpt4": dataclasses.replace(
-        GPT, title="4 replicas: the same GPT, the same batch in all", replicas=4, batch=8, arms=FEWER
-    ),
-    "gpt-long": dataclasses.replace(
-        GPT,
-        title="2 replicas: a GPT of 0.04 M parameters over bytes, eight times as long",
-        optimizer=lambda params: offbeat.AdamW(params, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        settings="AdamW, lr 3e-3, betas 0.9 and 0.95, weight decay 0.1",
-        arms=LONG,
-        steps=8 * GPT.steps,
-        synchronised=4 * GPT.synchronised,
-        evaluate=8 * GPT.evaluate,
-    ),
-    "gpt10m": Task(
-        "4 replicas: a GPT of 10 M parameters over bytes",
-        functools.partial(sources, length=256, held_out=128),
-        functools.partial(ByteGPT, layers=8, width=320, heads=5, length=256),
-        lambda params: offbeat.AdamW(params, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1),
-        "AdamW, lr 2e-3, betas 0.9 and 0.95, weight decay 0.1",
-        arms=LARGE,
-        replicas=4,
-        batch=16,
-        tokens=256,
-        steps=832,
-        synchronised=64,
-        evaluate=32,
-    ),
-}
-TASKS["gpt10m-long"] = dataclasses.replace(
-    TASKS["gpt10m"],
-    title="4 replicas: the same GPT of 10 M parameters, four times as long",
-    arms=[*FIRST, "DiLoCo(32), outer lr 0.8, momentum 0.6"],
-    steps=4 * 832,
-    synchronised=4 * 64,
-    evaluate=4 * 32,
-)
-BESIDE = ["DDP", "DiLoCo(32)", "DiLoCo(32), outer lr 0.8, momentum 0.6", "streaming DiLoCo(32), 4 fragments, delay 4"]
-for name, like in {"gpt-codecs": "gpt", "gpt-codecs-long": "gpt-long"}.items():
-    TASKS[name] = dataclasses.replace(
-        TASKS[like], title=f"{TASKS[like].title}: codecs", arms=[*BESIDE, "DiLoCo(32), int4", *CODED]
-    )
-ON_GPU = ["gpt10m", "gpt10m-long"]
-#: Tasks that have a file of their own, by its ending. The long ones take an hour.
-OWN_FILES = {"-long": ["gpt-long"], "-codecs": ["gpt-codecs", "gpt-codecs-long"]}
-ON_CPU = ["gpt", "digits", "gpt4"]
-
 
 #: Processes on a GPU. One fills a fraction of a large one; an H200 was as busy with 6 as with 12.
 JOBS_ON_GPU = 6
@@ -269,13 +73,13 @@ def prepare(tasks: Sequence[str], quick: bool, device: str) -> None:
         samples_of(name, quick, device)
 
 
-def work(job: Job, quick: bool, device: str, times: int) -> dict[str, Any]:
+def work(job: Job, quick: bool, device: str, times: int, compiled: bool) -> dict[str, Any]:
     """Do one run."""
     task, samples = TASKS[job.task], samples_of(job.task, quick, device)
     steps = steps_of(task, quick, times)
     if job.by_itself:
-        return train(task, Arm(alone=True), samples, job.seed, min(steps, TIMED_STEPS), timed=True)
-    return train(task, ARMS[job.arm], samples, job.seed, steps)
+        return train(task, Arm(alone=True), samples, job.seed, min(steps, TIMED_STEPS), timed=True, compiled=compiled)
+    return train(task, ARMS[job.arm], samples, job.seed, steps, compiled=compiled)
 
 
 def steps_of(task: Task, quick: bool, times: int) -> int:
@@ -289,6 +93,8 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--tasks", nargs="+", choices=TASKS, help="gpt10m and gpt10m-long on a GPU, the others on the CPU"
     )
     parser.add_argument("--seeds", nargs="+", type=int, help="0 1 2 unless told; 0 with --quick")
+    parser.add_argument("--compiled", action="store_true", help="forward and backward by torch.compile")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, help="only these arms of the tasks")
     parser.add_argument("--times", type=int, default=1, help="as many times the steps")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
@@ -302,7 +108,7 @@ def options_from(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not options.tasks:
         options.tasks = ON_GPU if options.device == "cuda" else ["gpt"] if options.add else ON_CPU
-    if options.device == "cpu" and ending(options.tasks) is None:
+    if ending(options.tasks) is None:
         parser.error(f"{', '.join(options.tasks)} do not go into one file; run them one after the other")
     options.seeds = options.seeds or ([0] if options.quick else [0, 1, 2])
     options.jobs = options.jobs or (1 if options.device == "cpu" else JOBS_ON_GPU)
@@ -321,7 +127,8 @@ def ending(tasks: Sequence[str]) -> str | None:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = options_from(arguments)
     torch.set_num_threads(1)
-    path = options.out / f"convergence{'-cuda' if options.device == 'cuda' else ending(options.tasks)}"
+    kind = ending(options.tasks)
+    path = options.out / f"convergence{'-cuda' if options.device == 'cuda' and not kind else kind}"
     if options.again:
         write(json.loads(path.with_suffix(".json").read_text()), path)
     elif options.merge:
@@ -356,7 +163,8 @@ def compare(options: argparse.Namespace, path: Path) -> None:
     left = jobs_for(result, by_importance=options.jobs > 1)
     if options.save and left:
         write(result, path)
-    print("\n" + pages(complete(result)))
+    shown = showing(result)
+    print("\n" + (shown[0].pages(shown[1]) if shown else "no table yet: it needs DDP with every seed"))
     if left:
         names = "".join(f"\n  {job.task}, seed {job.seed}, {job.arm}" for job in left)
         print(f"not finished; the same command with --resume goes on:{names}", flush=True)
@@ -374,7 +182,8 @@ def empty(options: argparse.Namespace) -> dict[str, Any]:
     machine |= {"threads": "1 a replica", "date": time.strftime("%Y-%m-%d")}
     if options.device == "cuda":
         machine["precision"] = (
-            "in all arms forward and backward in bfloat16 (autocast), products of evaluations in TF32, "
+            f"in all arms forward and backward in bfloat16 (autocast{', torch.compile' * options.compiled}), "
+            "products of evaluations in TF32, "
             "all else in float32"
         )
     if options.jobs > 1:
@@ -391,8 +200,14 @@ def empty(options: argparse.Namespace) -> dict[str, Any]:
             "device": options.device,
             "steps": steps,
             "synchronised": min(task.synchronised, steps // 2),
-            "arms": {arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like} for arm in task.arms},
-            "runs": {str(seed): {} for seed in options.seeds},
+            "arms": {
+                arm: {"delay": ARMS[arm].delay, "like": ARMS[arm].like}
+                for arm in task.arms
+                if not options.arms or arm in options.arms
+            },
+            "timed": task.timed,
+            "whole": task.whole,
+            "runs": {str(seed): {} for seed in task.seeds or options.seeds},
         }
     return {"machine": machine, "tasks": tasks}
 
@@ -433,10 +248,11 @@ def jobs_for(result: dict[str, Any], *, by_importance: bool) -> list[Job]:
     for name, task in result["tasks"].items():
         jobs = [Job(name, arm, int(seed)) for seed in task["runs"] for arm in task["arms"]]
         if by_importance:
-            arms = sorted(task["arms"], key=lambda arm: FIRST.index(arm) if arm in FIRST else len(FIRST))
+            first = [] if name in RECIPE_TASKS else FIRST  # recipes are listed by importance
+            arms = sorted(task["arms"], key=lambda arm, first=first: first.index(arm) if arm in first else len(first))
             jobs.sort(key=lambda job: arms.index(job.arm))
         jobs = [job for job in jobs if job.arm not in task["runs"][str(job.seed)]]
-        if jobs and task["device"] == "cuda" and "local_step" not in task:
+        if jobs and task["device"] == "cuda" and task.get("timed", True) and "local_step" not in task:
             timed.append(Job(name, "a local step", jobs[0].seed, by_itself=True))
         found += jobs
     return timed + found  # the others would wait for what runs by itself
@@ -445,7 +261,9 @@ def jobs_for(result: dict[str, Any], *, by_importance: bool) -> list[Job]:
 def outcomes(jobs: Sequence[Job], options: argparse.Namespace, clock: Clock) -> Iterator[Outcome]:
     """Do the jobs, in this process if there is no reason for others."""
     begin = functools.partial(prepare, options.tasks, options.quick, options.device)
-    do = functools.partial(work, quick=options.quick, device=options.device, times=options.times)
+    do = functools.partial(
+        work, quick=options.quick, device=options.device, times=options.times, compiled=options.compiled
+    )
     if options.jobs > 1 or options.seconds is not None:
         yield from in_processes(jobs, options.jobs, begin, do, clock)
         return
@@ -492,9 +310,12 @@ def merged(paths: list[Path]) -> dict[str, Any]:
     first, *others = [json.loads(path.read_text()) for path in paths]
     for other in others:
         for name, task in other["tasks"].items():
-            runs = first["tasks"].setdefault(name, task)["runs"]
+            mine = first["tasks"].setdefault(name, task)
+            mine["arms"], runs = mine["arms"] | task["arms"], mine["runs"]
             for seed, found in task["runs"].items():
                 runs[seed] = runs.get(seed, {}) | found
+        commands = [*first["machine"].get("merged with", "").split("; "), other["machine"]["command"]]
+        first["machine"]["merged with"] = "; ".join(filter(None, commands))
     result: dict[str, Any] = first
     return result
 
@@ -523,16 +344,25 @@ def keep(result: dict[str, Any], path: Path) -> None:
     whole.replace(path.with_suffix(".json"))
 
 
+def showing(result: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """The module that reports such results, and what it reports; None before there is enough."""
+    if any(name in RECIPE_TASKS for name in result["tasks"]):
+        return convergence_recipes_report, result
+    shown = complete(result)
+    return (convergence_report, shown) if shown["tasks"] else None
+
+
 def write(result: dict[str, Any], path: Path) -> None:
     """The numbers, the table and the plot."""
     keep(result, path)
-    shown = complete(result)
-    if not shown["tasks"]:
+    found = showing(result)
+    if found is None:
         print("no table yet: it needs DDP with every seed", flush=True)
         return
-    path.with_suffix(".md").write_text(pages(shown, path.with_suffix(".png").name).rstrip() + "\n")
+    report, shown = found
+    path.with_suffix(".md").write_text(report.pages(shown, path.with_suffix(".png").name).rstrip() + "\n")
     try:
-        plot(shown, path.with_suffix(".png"))
+        report.plot(shown, path.with_suffix(".png"))
     except ModuleNotFoundError as error:  # not every machine with a GPU has matplotlib
         print(f"no plot: {error}; --again makes it, on a machine that has matplotlib", flush=True)
 

@@ -1,19 +1,30 @@
-"""The samples of the convergence benchmark: Python's own sources and scikit-learn's digits, nothing to download."""
+"""The samples of the convergence benchmark: sources of Python and of installed packages, and scikit-learn's digits.
+
+Nothing is downloaded. ``python -m benchmarks.convergence_data FILE.gz`` writes the list of the packages' files.
+"""
 
 from __future__ import annotations
 
+import functools
+import gzip
+import hashlib
+import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Samples", "batches", "digits", "sources"]
+__all__ = ["Samples", "batches", "digits", "packages", "sources", "whole_batches"]
 
 #: Directories of the standard library that are not prose about programs: tests, and tables written by programs.
 LEFT_OUT = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+#: Of every 20 files the one that is held out to choose settings by, and the one that is held out for reported results.
+HELD_OUT = {"choose": 0, "report": 10}
 
 
 class Samples(NamedTuple):
@@ -30,6 +41,11 @@ class Samples(NamedTuple):
         """The same samples on another device."""
         tensors = {name: t.to(device) for name, t in self._asdict().items() if isinstance(t, Tensor)}
         return self._replace(**tensors)
+
+    def at(self, chosen: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The samples with these indices. Bytes become the integers that embeddings and losses take."""
+        x, y = self.x[chosen], self.y[chosen]
+        return (x.long(), y.long()) if x.dtype == torch.uint8 else (x, y)
 
 
 def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) -> Samples:
@@ -56,6 +72,53 @@ def sources(length: int = 128, held_out: int = 160, hold_out_every: int = 20) ->
         f"{len(kept)} source files of Python's standard library, {size / 1e6:.1f} MB; every {hold_out_every}th held out"
     )
     return Samples(train[:, :-1], train[:, 1:], rest[:, :-1], rest[:, 1:], words)
+
+
+def packages(part: Literal["choose", "report"], length: int = 256, held_out: int = 256) -> Samples:
+    """The Python sources of the packages installed beside torch, cut into windows, as :func:`sources` does.
+
+    Of every 20 files one is held out to choose settings by and one for reported results; both are never trained on. A
+    file with the bytes of another is left out, so that no text is seen twice.
+    """
+    files = package_files(Path(torch.__file__).parents[1])
+    parts: dict[str, bytearray] = {name: bytearray() for name in (*HELD_OUT, "train")}
+    for number, text in enumerate(files.values(), start=1):
+        parts[next((name for name, at in HELD_OUT.items() if number % 20 == at), "train")].extend(text)
+    train, rest = (
+        torch.frombuffer(text, dtype=torch.uint8).unfold(0, length + 1, length + 1)
+        for text in (parts["train"], parts[part])
+    )
+    rest = rest[torch.linspace(0, len(rest) - 1, held_out).long()].long()
+    sizes = {name: len(text) / 1e6 for name, text in parts.items()}
+    words = (
+        f"{len(files):,} Python files of the packages beside torch, {sum(sizes.values()):.1f} MB, no two alike: "
+        f"{sizes['train']:.1f} MB to train on, {sizes['choose']:.1f} MB held out to choose settings by and "
+        f"{sizes['report']:.1f} MB held out for reported results; {held_out} windows of {length} bytes of what was "
+        f"held out {'for reported results' if part == 'report' else 'to choose by'}; SHA-256 of all: {digest(files)}"
+    )
+    return Samples(train[:, :-1], train[:, 1:], rest[:, :-1], rest[:, 1:], words)
+
+
+@functools.cache
+def package_files(root: Path) -> dict[str, bytes]:
+    """The Python files below a folder by their path, sorted, each text once; empty files are left out."""
+    found: dict[str, bytes] = {}
+    seen = {hashlib.sha256(b"").digest()}
+    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
+        text = path.read_bytes()
+        key = hashlib.sha256(text).digest()
+        if key not in seen:
+            seen.add(key)
+            found[path.relative_to(root).as_posix()] = text
+    return found
+
+
+def digest(files: dict[str, bytes]) -> str:
+    """A hash of all paths and texts."""
+    whole = hashlib.sha256()
+    for path, text in files.items():
+        whole.update(f"{path} {len(text)}\n".encode() + text)
+    return whole.hexdigest()
 
 
 def digits(hold_out_every: int = 3, noise: float = 0.3) -> Samples:
@@ -87,7 +150,20 @@ def batches(samples: Samples, rank: int, ranks: int, size: int, seed: int) -> It
         order = order.to(samples.x.device)  # once a pass: indices in CPU memory would be copied at every batch
         for chosen in order.split(size):
             if len(chosen) == size:
-                x = samples.x[chosen]
+                x, y = samples.at(chosen)
                 if samples.noise:
                     x = x + samples.noise * torch.randn(x.shape, generator=generator).to(x.device)
-                yield x, samples.y[chosen]
+                yield x, y
+
+
+def whole_batches(samples: Samples, ranks: int, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches that all ranks have in a step, as one."""
+    for step in zip(*(batches(samples, rank, ranks, size, seed) for rank in range(ranks)), strict=True):
+        x, y = (torch.cat(part) for part in zip(*step, strict=True))
+        yield x, y
+
+
+if __name__ == "__main__":
+    listed = package_files(Path(torch.__file__).parents[1])
+    lines = [f"SHA-256 of all paths and texts: {digest(listed)}", *(f"{len(listed[path])} {path}" for path in listed)]
+    Path(sys.argv[1]).write_bytes(gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0))

@@ -1,8 +1,9 @@
 """Loss and gradients of a batch. On a GPU they come from a CUDA graph, in which forward and backward are recorded once:
-a small model's kernels run in a third of the time that launching them one by one takes."""
+a small model's kernels run in a third of the time that launching them one by one takes. Compiled there are fewer."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -14,10 +15,25 @@ __all__ = ["Gradients", "gradients_of"]
 Gradients = Callable[[Tensor, Tensor], Tensor]
 
 
-def gradients_of(
-    model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], x: Tensor, y: Tensor
-) -> Gradients:
-    """What computes the gradients of batches like this one, which is not trained on."""
+#: What computes the loss of a model's outputs for inputs and targets.
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def compiled_loss(loss: Loss, shape: torch.Size) -> Loss:
+    """The loss, compiled once a process for inputs of this shape. Models of the same kind share it."""
+    compiled: Loss = torch.compile(loss, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def gradients_of(model: nn.Module, loss: Loss, x: Tensor, y: Tensor, *, compiled: bool = False) -> Gradients:
+    """What computes the gradients of batches like this one, which is not trained on.
+
+    Args:
+        compiled: compile the loss, on a GPU or not. All runs that are compared should be compiled, or none.
+    """
+    if compiled:
+        loss = compiled_loss(loss, x.shape)
     if x.is_cuda:
         return _Recorded(model, loss, x, y)
 
@@ -32,9 +48,7 @@ def gradients_of(
 class _Recorded:
     """A CUDA graph of forward and backward, in bfloat16 where autocast has it so."""
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[nn.Module, Tensor, Tensor], Tensor], x: Tensor, y: Tensor
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, x: Tensor, y: Tensor) -> None:
         self._parameters = list(model.parameters())
         self._x, self._y = x.clone(), y.clone()
 

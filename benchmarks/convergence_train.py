@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import statistics
 import threading
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import offbeat
-from benchmarks.convergence_data import Samples, batches
+from benchmarks.convergence_data import Samples, batches, whole_batches
 from benchmarks.convergence_graph import gradients_of
 
 __all__ = ["Arm", "Task", "judge", "loss_of", "train", "training_loss"]
@@ -36,9 +37,13 @@ class Task:
 
     Attributes:
         batch: samples of a replica's step.
+        seeds: the seeds that this task has, whatever else is asked for.
         tokens: targets in a sample.
         synchronised: steps with averaged gradients at the start, in which the learning rate rises.
         evaluate: steps from one evaluation to the next.
+        timed: whether to time a step, by itself.
+        whole: train DDP's arms as one replica with all batches of a step: the same gradient up to rounding, in a tenth
+            of the time.
     """
 
     title: str
@@ -54,6 +59,9 @@ class Task:
     synchronised: int
     evaluate: int
     unit: str = "tokens"
+    seeds: Sequence[int] | None = None
+    timed: bool = True
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,7 @@ class Arm:
         alone: the first replica with its own batches only.
         delay: steps that a round has before it is waited for.
         like: the arm it is compared with, besides DDP.
+        inner: makes the inner optimizer, from the module; by default the task's optimizer.
     """
 
     wrap: Callable[..., Optimizer] | None = None
@@ -76,6 +85,7 @@ class Arm:
     alone: bool = False
     delay: int = 0
     like: str | None = None
+    inner: Callable[[nn.Module], Optimizer] | None = None
 
 
 def training_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -149,15 +159,25 @@ def turns(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def train(
-    task: Task, arm: Arm, samples: Samples, seed: int, steps: int, *, timed: bool | None = None
+    task: Task,
+    arm: Arm,
+    samples: Samples,
+    seed: int,
+    steps: int,
+    *,
+    timed: bool | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Train one arm. Returns its curve, what was sent and how long a step took.
 
     Args:
         timed: whether to time steps; by default on the CPU only. On a GPU every step would wait for the device, and
             what it takes says little unless nothing else runs there.
+        compiled: whether forward and backward are compiled.
     """
-    replicas, device = 1 if arm.alone else task.replicas, samples.x.device
+    whole = task.whole and arm.wrap is None and not arm.alone
+    single = arm.alone or whole
+    replicas, device = 1 if single else task.replicas, samples.x.device
     timed = device.type == "cpu" if timed is None else timed
     turn = turns(device)
     simulation, jury = offbeat.Simulation(replicas, timeout=300), Jury(replicas, samples)
@@ -165,15 +185,17 @@ def train(
     warmup = min(task.synchronised, steps // 2)
 
     def replica(rank: int, peers: Any) -> dict[str, Any]:
-        source = batches(samples, rank, task.replicas, task.batch, seed)
+        deal = whole_batches if whole else functools.partial(batches, rank=rank)
+        source = deal(samples, ranks=task.replicas, size=task.batch, seed=seed)
+        size = task.batch * (task.replicas if whole else 1)
         with SEEDING:
             torch.manual_seed(seed)
             model = task.model().to(device)
-            gradients = gradients_of(model, training_loss, samples.x[: task.batch], samples.y[: task.batch])
+            gradients = gradients_of(model, training_loss, *samples.at(slice(size)), compiled=compiled)
         all_ready.wait()  # nothing else is launched while a graph is recorded
-        inner = task.optimizer(model.parameters())
+        inner = arm.inner(model) if arm.inner else task.optimizer(model.parameters())
         optimizer = inner
-        if not arm.alone:
+        if not single:
             wrap = arm.wrap or offbeat.LocalSGD
             optimizer = wrap(inner, model, warmup=warmup if arm.wrap else steps, group=peers, subgroup=None)
         schedule = LambdaLR(optimizer, rate_at(task, arm, steps))
@@ -182,7 +204,7 @@ def train(
             start = now(device) if timed else 0.0
             with turn:
                 loss = gradients(*next(source))
-            if not arm.alone:
+            if not single:
                 optimizer.average_gradients()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
@@ -201,9 +223,12 @@ def train(
                 if found is not None:
                     each = task.batch * task.replicas * task.tokens
                     curve.append({"step": step, "seen": step * each, "loss": found[0], "accuracy": found[1]})
-        rounds = 0 if arm.alone else optimizer.syncs
-        if not arm.alone:
+        rounds = 0 if single else optimizer.syncs
+        if not single:
             optimizer.finish()
+        if whole:  # of a ring: each number is sent once to be summed and once as a sum, but for its last stop
+            bytes_a_step = 2 * (task.replicas - 1) * sum(p.nbytes for p in model.parameters()) // task.replicas
+            sent = {step: step * bytes_a_step for step in sent}
         return {
             "curve": curve,
             "finished": jury.judge(rank, model),

@@ -96,7 +96,7 @@ def settings() -> dict[str, Setting]:
 
 def losses(seeds: list[int], steps: int) -> dict[str, list[float]]:
     """The held-out loss of every row, by seed."""
-    task = convergence.GPT
+    task = convergence.TASKS["gpt"]
     samples = task.samples()
     found: dict[str, list[float]] = {name: [] for name in settings()}
     for seed in seeds:
@@ -173,7 +173,7 @@ def report(found: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=convergence.GPT.steps)
+    parser.add_argument("--steps", type=int, default=convergence.TASKS["gpt"].steps)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--save", action="store_true")

@@ -449,6 +449,43 @@ def test_split_parameters_refuses_patterns_that_cannot_be_meant():
         offbeat.split_parameters(module.parameters())
 
 
+def test_muon_with_adamw_is_the_two_with_one_rate():
+    """Steps and report against torch.optim's two optimizers; torch's Muon has the same scaling."""
+    one = model()
+    two = copy.deepcopy(one)
+    optimizer = offbeat.muon_with_adamw(one, lr=0.02, weight_decay=0.05, momentum=0.8, betas=(0.8, 0.9))
+    hidden = {"0.weight", "3.weight"}  # 4.weight is the last linear layer's
+    named = dict(two.named_parameters())
+    matrices, rest = ([p for name, p in named.items() if (name in hidden) is inside] for inside in (True, False))
+    others = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.05, momentum=0.8, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.02, weight_decay=0.05, betas=(0.8, 0.9)),
+    ]
+    for step in range(3):
+        loss_of(one, step).backward()
+        loss_of(two, step).backward()
+        for each in (optimizer, *others):
+            each.step()
+            each.zero_grad()
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert optimizer.report == offbeat.split_parameters(one).report
+    assert copy.deepcopy(optimizer).report == optimizer.report
+
+
+def test_muon_with_adamw_takes_the_patterns_of_the_split():
+    optimizer = offbeat.muon_with_adamw(model(), heads=["0.*"], rest=["3.bias"])
+    assert [p.shape for p in optimizer.param_groups[0]["params"]] == [(8, 8), (3, 8)]
+    only = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 2, bias=False))
+    assert [type(one) for one in offbeat.muon_with_adamw(only, heads=()).optimizers] == [offbeat.Muon]
+
+
+@pytest.mark.parametrize("module", [torch.nn.Linear(4, 2), torch.nn.LayerNorm(3), torch.nn.Embedding(3, 4)])
+def test_muon_with_adamw_refuses_a_module_without_matrices(module):
+    with pytest.raises(ValueError, match=r"no hidden matrices for Muon: use offbeat\.AdamW\(module\.parameters\(\)\)"):
+        offbeat.muon_with_adamw(module)
+
+
 def test_matrices_step_first(monkeypatch):
     """A step on whole matrices can fail late, for lack of memory or of a rank; the others have not stepped then."""
     matrix, vector = (torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (3,)))

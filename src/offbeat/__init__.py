@@ -21,6 +21,7 @@ from offbeat.optim import (
     Split,
     as_functional,
     as_pure,
+    muon_with_adamw,
     optimizers,
     split_parameters,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "as_pure",
     "codec_hook",
     "log_rounds",
+    "muon_with_adamw",
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",

@@ -55,6 +55,9 @@ def optimizers(model: nn.Module) -> None:
     assert_type(chain.step(), None)
     assert_type(chain.step(lambda: 1.0), float)
     assert_type(chain.optimizers, tuple[torch.optim.Optimizer, ...])
+    both = offbeat.muon_with_adamw(model, 1e-3, weight_decay=0.0, betas=(0.9, 0.99), heads=["lm_head.*"])
+    assert_type(both, offbeat.Chain)
+    assert_type(both.report, str)
     lbfgs = offbeat.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
     assert_type(lbfgs.step(lambda: torch.zeros(())), Tensor)
 

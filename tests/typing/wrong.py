@@ -27,6 +27,8 @@ def optimizers(model: nn.Module) -> None:
     offbeat.LBFGS(model.parameters()).step()  # wrong
     offbeat.Chain(offbeat.AdamW(model.parameters()))  # wrong
     offbeat.split_parameters(model.parameters())  # wrong
+    offbeat.muon_with_adamw(model.parameters())  # wrong
+    offbeat.muon_with_adamw(model, heads=1)  # wrong
     offbeat.Adamw(model.parameters())  # wrong
 
 

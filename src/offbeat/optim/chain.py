@@ -33,6 +33,7 @@ class Chain(Optimizer):
 
     Attributes:
         optimizers: the optimizers, in order.
+        report: which parameter each optimizer got and why, from :func:`offbeat.muon_with_adamw`; otherwise empty.
 
     Example:
         >>> import torch, offbeat
@@ -52,6 +53,7 @@ class Chain(Optimizer):
     """
 
     optimizers: tuple[Optimizer, ...] = ()
+    report: str = ""
 
     def __init__(self, optimizers: Iterable[Optimizer], *_more: NoReturn) -> None:
         if _more or isinstance(optimizers, Optimizer):
@@ -265,11 +267,12 @@ class Chain(Optimizer):
             post(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizers": self.optimizers}
+        return {"optimizers": self.optimizers, "report": self.report}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "optimizers" in state:
             self._start(tuple(state["optimizers"]))
+            self.report = state.get("report", "")
         else:
             super().__setstate__(state)
 
