@@ -6,6 +6,9 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
     optimizer = offbeat.AdamW(model.parameters(), lr=1e-3)
 """
 
+import importlib
+from typing import Any
+
 from offbeat._version import __version__
 from offbeat.ddp import ReducedToOwners, reduce_to_owners
 from offbeat.engine import Choice
@@ -85,3 +88,10 @@ __all__ = [
     "split_parameters",
 ]
 __all__ += optimizers.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Import ``offbeat.plan`` when it is first used: training does not need it."""
+    if name == "plan":
+        return importlib.import_module("offbeat.plan")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,12 +8,18 @@ import torch
 import typer
 
 from offbeat._version import __version__
+from offbeat.cli.bench import EPILOG as BENCH_EPILOG
+from offbeat.cli.bench import bench_command
 from offbeat.cli.demo import demo
+from offbeat.cli.plan import EPILOG as PLAN_EPILOG
+from offbeat.cli.plan import plan_command
 
 __all__ = ["app"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command("demo")(demo)
+app.command("bench", epilog=BENCH_EPILOG)(bench_command)
+app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 
 
 def _show_version(wanted: bool) -> None:
