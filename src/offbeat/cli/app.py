@@ -16,7 +16,7 @@ from offbeat.cli.plan import plan_command
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("demo")(demo)
 app.command("bench", epilog=BENCH_EPILOG)(bench_command)
 app.command("plan", epilog=PLAN_EPILOG)(plan_command)

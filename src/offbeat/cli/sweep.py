@@ -12,7 +12,7 @@ from offbeat.plan.choose import CANDIDATES
 from offbeat.plan.cost import Setting, estimate_settings
 from offbeat.plan.settings import Settings
 
-__all__ = ["SLOWEST", "FASTEST", "draw_sweep", "lines"]
+__all__ = ["FASTEST", "SLOWEST", "draw_sweep", "lines"]
 
 #: Bytes a second: 10 Mbit/s and 400 Gbit/s.
 SLOWEST, FASTEST = 10e6 / 8, 400e9 / 8
