@@ -28,12 +28,13 @@ QUICK_PARAMS, FULL_PARAMS = 1e6, 1e7
 TIMEOUT = timedelta(minutes=3)
 EPILOG = """Examples:
 
+\b
     torchrun --nproc-per-node=2 -m offbeat bench --quick --json bench.json
-
     offbeat bench --model train:make_model --min-utilisation 0.9
 
 On several machines, start one process at each site, so that what is measured is the link between them:
 
+\b
     torchrun --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m offbeat bench
 """
 
@@ -43,7 +44,7 @@ def bench_command(
     quick: Annotated[bool, typer.Option("--quick", help="Measure less, in under a minute.")] = False,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Returns (module, loss), where loss(module) is a loss."),
+        typer.Option(metavar="MODULE:FUNCTION", help="It returns (module, loss); loss(module) is a loss."),
     ] = None,
     params: Annotated[
         float | None, typer.Option(min=1e4, help="Without --model: parameters of a GPT. [default: 1e7, quick 1e6]")

@@ -62,7 +62,7 @@ class Trainer:
 
     def step(self) -> None:
         """Make one training step."""
-        self.loss(self.model).backward()
+        self.loss(self.model).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
         _wait_for_device(self.model)

@@ -37,7 +37,7 @@ def fail(message: str, code: int = 1, quiet: bool = False) -> NoReturn:
 
 
 def print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns: the first is aligned to the left, the others to the right. The first row is the heading."""
+    """Print rows in columns: the first is aligned to the left, the others to the right. The first is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for number, (name, *cells) in enumerate(rows):
         line = f"{name:{widths[0]}}" + "".join(

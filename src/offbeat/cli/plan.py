@@ -19,12 +19,10 @@ __all__ = ["plan_command"]
 
 EPILOG = """Examples:
 
+\b
     offbeat plan --params 1e9 --step-ms 100 --replicas 2 --mbit 1000
-
     offbeat plan bench.json
-
     offbeat plan bench.json --mbit 200 --replicas 8 --json
-
     offbeat plan --params 1e9 --step-ms 100 --replicas 2 --sweep --output plan.png
 """
 
@@ -112,14 +110,20 @@ def _show(console: Console, setting: Setting, options: list[Option], best: Optio
         f"replicas, {setting.bandwidth * 8e-6:,.0f} Mbit/s, {1e3 * setting.latency:g} ms a collective",
         soft_wrap=True,
     )
-    rows = [("strategy", "ms a step", "utilisation", "MB a step", "MB at once", "extra MB", "loss")]
+    rows: list[tuple[str, ...]] = [
+        ("strategy", "ms a step", "utilisation", "MB a step", "MB at once", "extra MB", "loss")
+    ]
     for option in options:
         costs = option.estimate
         numbers = (costs.bytes_per_step, costs.peak_bytes, costs.extra_memory)
         times = (f"{1e3 * costs.step_seconds:,.4g}", f"{costs.utilisation:.1%}")
         rows.append((option.settings.name, *times, *map(megabytes, numbers), _short_loss(option)))
     print_table(console, rows)
-    console.print("Loss: held-out, against DDP with the same inner optimizer. -: not measured.", style="dim")
+    console.print(
+        "Loss: held-out, with Muon as the inner optimizer, against DDP with Muon. -: not measured.",
+        style="dim",
+        soft_wrap=True,
+    )
     console.print()
     costs = best.estimate
     if costs.utilisation < target:
@@ -141,8 +145,10 @@ def _show(console: Console, setting: Setting, options: list[Option], best: Optio
             soft_wrap=True,
         )
     if not best.losses:
-        console.print("The loss of these settings has not been measured: compare with a short run of DDP.")
+        console.print(
+            "The loss of these settings has not been measured: compare with a short run of DDP.", soft_wrap=True
+        )
 
 
 def _short_loss(option: Option) -> str:
-    return f"{option.losses[0].percent:+.1f} %" if option.losses else "-"
+    return next((f"{row.percent:+.1f} %" for row in option.losses if row.inner == "Muon"), "-")

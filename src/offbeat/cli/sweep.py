@@ -40,7 +40,7 @@ def draw_sweep(setting: Setting, output: Path) -> None:
         setting: the model and the replicas; its bandwidth is marked.
         output: the file, whose ending says the format.
     """
-    figure = Figure(figsize=(9, 5.2), layout="constrained")
+    figure = Figure(figsize=(9, 5.8), layout="constrained")
     axes = figure.add_subplot()
     bandwidths, found = lines(setting)
     _, with_many = lines(replace(setting, replicas=MANY))
@@ -54,12 +54,12 @@ def draw_sweep(setting: Setting, output: Path) -> None:
     axes.set_xlabel("bandwidth of each replica's link (the grey line: the one of the table)")
     axes.set_ylabel("time that training takes, %")
     axes.set_title(
-        f"{setting.params:,.0f} parameters, {1e3 * setting.step_seconds:g} ms a step alone, {setting.replicas:,} replicas "
-        f"(dotted: {MANY:,})",
+        f"{setting.params:,.0f} parameters, {1e3 * setting.step_seconds:g} ms a step alone, "
+        f"{setting.replicas:,} replicas (dotted: {MANY:,})",
         fontsize=11,
     )
     axes.grid(color="#e5e5e5")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=True, framealpha=0.9, edgecolor="none", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
     with mpl.rc_context({"svg.hashsalt": "offbeat"}):
         figure.savefig(output, dpi=150)

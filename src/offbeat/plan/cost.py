@@ -7,13 +7,13 @@ takes
 .. math:: e = b / B + k L
 
 seconds with the bandwidth :math:`B` and the latency :math:`L`. Training can hide it behind :math:`\min(D, s)` steps:
-with a delay above :math:`s` rounds queue for the link, and the queue is empty only if each round is done before the next
-one begins. The time from one round to the next is
+with a delay above :math:`s` rounds queue for the link, and none waits only if each round is done before the next one
+begins. The time from one round to the next is
 
 .. math:: T = s\,C + l + \max(p\,b,\; e - \min(D, s)\,C)
 
-where :math:`l` is this replica's own work for the round (copying, encoding, the outer step) and :math:`p` the seconds of
-training that the processor loses for each byte it sends meanwhile. DDP is the same with :math:`s = 1` and with the
+where :math:`l` is this replica's own work for the round (copying, encoding, the outer step) and :math:`p` the seconds
+of training that the processor loses for each byte it sends meanwhile. DDP is the same with :math:`s = 1` and with the
 backward pass, two thirds of a step, in place of :math:`\min(D, s)`.
 
 The four numbers of a machine that stand beside the bandwidth (:class:`Machine`) are 0 unless ``offbeat bench`` has
