@@ -14,7 +14,8 @@ import torch.distributed as dist
 import typer
 
 from offbeat.cli.bench_model import ModelError, load_model, make_gpt
-from offbeat.cli.bench_run import Plan, bench
+from offbeat.cli.bench_probe import Plan
+from offbeat.cli.bench_run import bench
 from offbeat.cli.bench_show import show_result
 from offbeat.cli.output import fail, make_console
 from offbeat.plan.result import BenchResult, save_result

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offbeat.cli.bench_probe import Loss
 from offbeat.cli.data import random_windows
 from offbeat.cli.model import VOCABULARY, ByteGPT
 
@@ -19,8 +19,6 @@ __all__ = ["ModelError", "load_model", "make_gpt"]
 LAYERS, CONTEXT, BATCH = 4, 64, 4
 #: Parameters of a layer, in units of the width squared.
 PER_LAYER = 12
-
-Loss = Callable[[nn.Module], Tensor]
 
 
 class ModelError(ValueError):

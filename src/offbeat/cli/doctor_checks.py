@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import offbeat
 from offbeat import _torch
@@ -32,6 +33,7 @@ Status: TypeAlias = Literal["OK", "WARN", "FAIL"]
 GIGABYTE, MEGABYTE = 10**9, 10**6
 #: Compiling the address reader takes 15 s or so, once.
 READER_SECONDS = 60.0
+SLOWER = "steps work, but take longer"
 FRAMEWORKS = ("lightning", "accelerate", "transformers")
 
 
@@ -58,23 +60,22 @@ def run_checks(checks: dict[str, Callable[[], Finding]] | None = None) -> list[F
     Args:
         checks: name and function; by default :data:`CHECKS`.
     """
-    findings = []
-    for name, check in (CHECKS if checks is None else checks).items():
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # what is wrong stands in the line
-                findings.append(check())
-        except Exception as error:
-            fix = "run offbeat doctor again; if it stays, report this line"
-            findings.append(Finding(name, "FAIL", f"{type(error).__name__}: {_first_line(error)}", fix))
-    return findings
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong stands in the line
+        return [_run(name, check) for name, check in (CHECKS if checks is None else checks).items()]
+
+
+def _run(name: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:
+        fix = "run offbeat doctor again; if it stays, report this line"
+        return Finding(name, "FAIL", f"{type(error).__name__}: {_first_line(error)}", fix)
 
 
 def check_python() -> Finding:
     """The version of Python."""
     said = f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform}, {platform.machine()})"
-    if sys.version_info < (3, 10):
-        return Finding("Python", "FAIL", said, "use Python 3.10 or later")
     return Finding("Python", "OK", said)
 
 
@@ -98,12 +99,11 @@ def check_compiler() -> Finding:
     optimizer.step()
     tier = optimizer.tiers()[0]
     if tier.tier == "fused":
-        return Finding(
-            "compiler", "OK", f"{' '.join(find_compiler() or ('none, but kernels are there',))}; steps are fused"
-        )
+        compiler = " ".join(find_compiler() or ("none, but the kernels are there",))
+        return Finding("compiler", "OK", f"{compiler}; steps are fused")
     reason = why_no_compiler() or tier.reason
     return Finding(
-        "compiler", "WARN", reason, "install gcc or clang, or pip install ziglang; steps on the CPU are slower"
+        "compiler", "WARN", reason, _unset(reason) or f"{SLOWER}; install gcc or clang, or pip install ziglang"
     )
 
 
@@ -125,8 +125,9 @@ def check_reader() -> Finding:
     """The compiled address reader."""
     if wait_for_reader(READER_SECONDS):
         return Finding("address reader", "OK", "compiled")
-    fix = "steps read addresses in Python, 1 to 2 µs a tensor slower; install g++ and Python's headers (python3-dev)"
-    return Finding("address reader", "WARN", why_no_reader() or "not ready", fix)
+    reason = why_no_reader() or "not ready"
+    fix = _unset(reason) or f"{SLOWER}; install g++ and Python's headers (python3-dev)"
+    return Finding("address reader", "WARN", reason, fix)
 
 
 def check_triton() -> Finding:
@@ -148,7 +149,7 @@ def check_gloo() -> Finding:
     if dist.is_initialized():
         return Finding("gloo", "OK", "in use by this process")
     try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             dist.all_reduce(torch.ones(1))
         finally:
@@ -265,6 +266,11 @@ def _outside(package: str, version: str) -> str | None:
         if one.name == package and not one.specifier.contains(version.partition("+")[0], prereleases=True):
             return f"supported is {one.specifier}"
     return None
+
+
+def _unset(reason: str) -> str:
+    """What to do if the reason is a variable of the environment; empty if it is not."""
+    return f"{SLOWER}; unset {reason.split()[0].partition('=')[0]}" if reason.endswith(" is set") else ""
 
 
 def _addresses() -> dict[str, str]:
