@@ -129,7 +129,7 @@ def probe(model: nn.Module, loss: Loss, plan: Plan, say: Say) -> BenchResult:
     say("the work of a round")
     machine = Machine(local={Machine.key(one): _local_seconds(model, one, plan.seconds) for one in LOCAL})
     if bandwidth is not None:
-        busy = busy_per_byte(alone.step, step_seconds, bandwidth, 2 * plan.seconds)
+        busy = busy_per_byte(alone.step, bandwidth, 2 * plan.seconds)
         machine = Machine(busy=busy, round=_round_seconds(), local=machine.local)
     link = [asdict(one) for one in timings]
     return BenchResult(params, step_seconds, world, bandwidth, latency, machine, link, [], _environment())

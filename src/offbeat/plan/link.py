@@ -77,12 +77,11 @@ def _caller(name: str, tensor: Tensor, gathered: list[Tensor]) -> Callable[[], o
     return lambda: dist.all_reduce(tensor)
 
 
-def busy_per_byte(step: Callable[[], object], step_seconds: float, bandwidth: float, seconds: float) -> float:
+def busy_per_byte(step: Callable[[], object], bandwidth: float, seconds: float) -> float:
     """Seconds of training that are lost for each byte sent in the background.
 
     Args:
         step: makes one training step, without communication.
-        step_seconds: how long it takes when nothing is sent.
         bandwidth: bytes a second of the link.
         seconds: about how long to measure.
     """
@@ -92,15 +91,22 @@ def busy_per_byte(step: Callable[[], object], step_seconds: float, bandwidth: fl
     # A group of its own: collectives of a thread must not mix with those of the program.
     group, tensor = dist.new_group(backend="gloo"), torch.zeros(size // 4)
     dist.all_reduce(tensor, group=group)
-    thread = threading.Thread(target=lambda: [dist.all_reduce(tensor, group=group) for _ in range(calls)])
-    steps, begun = 0, time.perf_counter()
+    alone = _steps_during(step, lambda: time.sleep(seconds / 2))
+    sending = _steps_during(step, lambda: [dist.all_reduce(tensor, group=group) for _ in range(calls)])
+    alone += _steps_during(step, lambda: time.sleep(seconds / 2))
+    lost = sum(sending) - len(sending) * statistics.median(alone)
+    return max(0.0, slowest(lost) / (calls * size * 2 * (world - 1) / world))
+
+
+def _steps_during(step: Callable[[], object], work: Callable[[], object]) -> list[float]:
+    """How long each step took that was made while a thread worked."""
+    thread, times = threading.Thread(target=work), []
     thread.start()
     while thread.is_alive():
+        begun = time.perf_counter()
         step()
-        steps += 1
-    lost = time.perf_counter() - begun - steps * step_seconds
-    thread.join()
-    return max(0.0, slowest(lost) / (calls * size * 2 * (world - 1) / world))
+        times.append(time.perf_counter() - begun)
+    return times
 
 
 def _time(call: Callable[[], object], budget: float) -> float:
