@@ -57,21 +57,35 @@ def test_a_target_is_a_part_of_the_time(target):
         recommend(compare(Setting(1e9, 0.1, 2, GBIT)), target)
 
 
+class Recorder:
+    """Stands in for the library, and keeps the options of what is made."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda inner, model, **options: self.calls.append(options)
+
+
 def test_lines_to_paste_run_and_mean_what_they_say():
+    recorder = Recorder()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for settings in CANDIDATES[1:]:
-            model = torch.nn.Linear(8, 8)
+            model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
             names = {"offbeat": offbeat, "torch": torch, "model": model, "inner": offbeat.AdamW(model.parameters())}
             exec(settings.code, names)
             optimizer = names["optimizer"]
-            (level,) = optimizer.levels
-            assert (level.every, level.delay) == (settings.period, settings.delay)
-            assert level.fragments == settings.fragments
+            assert type(optimizer).__name__ == settings.name.partition("(")[0]
             if settings.strategy == "diloco":
-                assert optimizer.outer.param_groups[0]["lr"] == dict(settings.options)["outer_lr"]
-                assert optimizer.outer.param_groups[0]["momentum"] == dict(settings.options)["outer_momentum"]
-                assert getattr(level.codec, "name", level.codec) == settings.codec
+                outer = optimizer.outer.param_groups[0]
+                assert {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]} == dict(settings.options)
+            exec(settings.code, {**names, "offbeat": recorder})
+            given = {"every": settings.period, **dict(settings.options)}
+            given |= {"fragments": settings.fragments} if settings.fragments > 1 else {}
+            given |= {"delay": settings.delay} if settings.delay else {}
+            given |= {"codec": settings.codec} if settings.codec else {}
+            assert recorder.calls.pop() == given
         names = {"offbeat": offbeat, "torch": torch, "model": torch.nn.Linear(2, 2)}
         exec(Settings("ddp", codec="int8").code, names)
         assert isinstance(names["model"], torch.nn.parallel.DistributedDataParallel)

@@ -26,9 +26,9 @@ from offbeat.plan.settings import Settings
 __all__ = ["bench"]
 
 
-def strategies(every: int) -> list[Settings]:
-    """What is run."""
-    some = min(4, every)
+def strategies(every: int, tensors: int) -> list[Settings]:
+    """What is run, with a model of so many parameter tensors: fragments are made of whole ones."""
+    some = min(4, every, tensors)
     return [
         Settings("ddp"),
         Settings("local_sgd", every),
@@ -54,7 +54,7 @@ def bench(model: nn.Module, loss: Loss, plan: Plan, say: Say) -> BenchResult:
     alone.seconds(2)
     growth = _memory_growth(lambda: Trainer(model, loss, None).seconds(2))
     rows = []
-    for settings in strategies(plan.every):
+    for settings in strategies(plan.every, len(list(model.parameters()))):
         say(settings.name)
         rows.append(_run(lambda one=settings: Trainer(model, loss, one), alone, settings, result, plan, growth))  # type: ignore[misc]
     return replace(result, strategies=rows)
