@@ -10,6 +10,7 @@ import pytest
 
 import offbeat
 from offbeat.plan import BACKWARD, Machine, Settings, estimate
+from tests.test_docstrings import check
 
 GBIT = 1e9 / 8
 
@@ -188,6 +189,10 @@ def test_what_cannot_be_is_refused(changes, message):
 def test_periods_are_those_of_the_classes():
     for strategy, every in (("ddp", 1), ("local_sgd", 8), ("slowmo", 12), ("diloco", 32)):
         assert Settings(strategy).period == every
+
+
+def test_the_docstring_has_every_parameter():
+    check(estimate, estimate.__doc__)
 
 
 def test_plan_is_imported_when_it_is_first_used():

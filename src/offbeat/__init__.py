@@ -7,7 +7,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from offbeat._version import __version__
 from offbeat.ddp import ReducedToOwners, reduce_to_owners
@@ -90,8 +90,12 @@ __all__ = [
 __all__ += optimizers.__all__
 
 
-def __getattr__(name: str) -> Any:
-    """Import ``offbeat.plan`` when it is first used: training does not need it."""
-    if name == "plan":
-        return importlib.import_module("offbeat.plan")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
+    from offbeat import plan as plan
+else:  # type checkers would take any name to be there
+
+    def __getattr__(name):
+        """Import ``offbeat.plan`` when it is first used: training does not need it."""
+        if name == "plan":
+            return importlib.import_module("offbeat.plan")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
