@@ -113,7 +113,8 @@ def worker(rank: int, address: str, step: str, turns: int, layers: int, width: i
     alone.seconds(3)
     trainers = {settings: Trainer(model, loss, settings) for settings in STRATEGIES}
     for settings, trainer in trainers.items():
-        trainer.seconds(max(2, settings.period))
+        # So that each turn ends with a landing: no round goes on while another strategy is timed.
+        trainer.seconds(max(2, settings.period + settings.delay))
     found: dict[str, list[dict[str, float]]] = {settings.name: [] for settings in STRATEGIES}
     for turn in range(turns):
         order = STRATEGIES[turn % len(STRATEGIES) :] + STRATEGIES[: turn % len(STRATEGIES)]

@@ -68,7 +68,8 @@ def _run(
 
     def begin() -> None:
         trainers.append(make())
-        trainers[0].seconds(max(2, settings.period))
+        # So that the steps that are timed end with a landing, and no round goes on beyond them.
+        trainers[0].seconds(max(2, settings.period + settings.delay))
 
     memory = _memory_growth(begin)
     trainer = trainers[0]
