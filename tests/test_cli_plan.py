@@ -165,3 +165,34 @@ def test_every_command_has_help_with_examples(command):
     assert done.exit_code == 0
     assert f"offbeat {command}" in done.stdout.partition("Examples:")[2]
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+@pytest.mark.parametrize(
+    ("settings", "bold", "coloured"),
+    [
+        ({"TERM": "xterm"}, True, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, True, False),
+        ({"TERM": "dumb"}, False, False),
+    ],
+)
+def test_colours_are_for_terminals_that_want_them(settings, bold, coloured, monkeypatch):
+    import os
+    import pty
+
+    from offbeat.cli.output import make_console
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        make_console().print("[bold]heavy[/] [green]fine[/]")
+        terminal.flush()
+        shown = os.read(master, 1000).decode()
+    os.close(master)
+    assert ("\x1b[1m" in shown) == bold
+    assert ("\x1b[32m" in shown) == coloured
+    assert "heavy" in shown

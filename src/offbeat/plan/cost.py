@@ -27,8 +27,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from offbeat.plan.settings import Settings, Strategy, codec_bytes
-from offbeat.wire.codec import CodecSpec
+from offbeat.plan.settings import CodecSpec, Settings, Strategy, codec_bytes
 
 __all__ = ["BACKWARD", "Estimate", "Machine", "bytes_sent", "estimate", "estimate_settings"]
 

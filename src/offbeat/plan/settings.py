@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from offbeat.wire.codec import CodecSpec, make_codec
 
-__all__ = ["Settings", "Strategy", "codec_bytes"]
+__all__ = ["CodecSpec", "Settings", "Strategy", "codec_bytes"]
 
 Strategy: TypeAlias = Literal["ddp", "local_sgd", "slowmo", "diloco"]
 
