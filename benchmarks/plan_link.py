@@ -39,9 +39,9 @@ from offbeat.plan.cost import estimate_settings
 from offbeat.plan.link import slowest
 
 RESULTS = Path(__file__).parent / "results"
-RATES = ("1gbit", "300mbit", "100mbit")
+RATES = ("1gbit", "400mbit", "150mbit")
 #: Layers, width, rows of a batch.
-MODELS = {"2.1 M": (8, 512, 128), "8.4 M": (8, 1024, 64)}
+MODELS = {"2.1 M": (8, 512, 128), "4.2 M": (16, 512, 64), "8.4 M": (8, 1024, 64)}
 #: Seconds of a step that waits.
 WAIT = 0.06
 STRATEGIES = (
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--step", choices=("wait", "cpu"), default="wait")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--rates", nargs="+", default=RATES)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=["4.2 M", "8.4 M"], choices=list(MODELS))
     parser.add_argument("--note", help="what else the result should say, such as other load on the machine")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()

@@ -76,13 +76,30 @@ def test_sending_in_the_background_takes_the_processor_from_training():
 
 
 def test_ddp_hides_what_fits_into_the_backward_pass():
-    link = {"params": 10**8, "step_seconds": 0.3, "replicas": 4, "strategy": "ddp"}
-    sent = 2 * 3 / 4 * 4e8
-    slow, fast = estimate(**link, bandwidth=GBIT), estimate(**link, bandwidth=1000 * GBIT)
-    assert slow.step_seconds == pytest.approx(0.3 / 3 + sent / GBIT)
-    assert fast.step_seconds == pytest.approx(0.3)
-    assert slow.bytes_per_step == slow.peak_bytes == sent
+    found = estimate(params=10**8, step_seconds=0.3, replicas=4, strategy="ddp", bandwidth=GBIT)
+    assert found.bytes_per_step == found.peak_bytes == 2 * 3 / 4 * 4e8
+    # The first bucket has been sent before the second one is ready; from then on the link is busy.
+    first, second = 2**20 / 4e8, 26 * 2**20 / 4e8
+    assert first * 6e8 / GBIT < 0.2 * (second - first)
+    assert found.step_seconds == pytest.approx(0.1 + 0.2 * second + (1 - first) * 6e8 / GBIT)
     assert pytest.approx(2 / 3) == BACKWARD
+
+
+@pytest.mark.parametrize("gbit", [0.1, 1, 10, 100, 1000])
+@pytest.mark.parametrize("params", [1_000, 200_000, 2_000_000, 7_000_000, 50_000_000, 1_000_000_000])
+def test_ddp_reduces_buckets_one_after_the_other(params, gbit):
+    """Played bucket by bucket: the first of 1 MiB, others of 25 MiB; each is ready when its gradients are."""
+    compute, size = 0.3, 4 * params
+    buckets, left = [min(2**20, size)], size - min(2**20, size)
+    while left:
+        buckets.append(min(25 * 2**20, left))
+        left -= buckets[-1]
+    ready, free = compute / 3, 0.0
+    for bucket in buckets:
+        ready += compute * 2 / 3 * bucket / size
+        free = max(ready, free) + bucket / (gbit * GBIT)
+    found = estimate(params=params, step_seconds=compute, replicas=2, strategy="ddp", bandwidth=gbit * GBIT)
+    assert found.step_seconds == pytest.approx(free, rel=1e-9)
 
 
 @pytest.mark.parametrize(

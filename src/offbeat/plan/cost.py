@@ -13,8 +13,8 @@ begins. The time from one round to the next is
 .. math:: T = s\,C + l + \max(p\,b,\; e - \min(D, s)\,C)
 
 where :math:`l` is this replica's own work for the round (copying, encoding, the outer step) and :math:`p` the seconds
-of training that the processor loses for each byte it sends meanwhile. DDP is the same with :math:`s = 1` and with the
-backward pass, two thirds of a step, in place of :math:`\min(D, s)`.
+of training that the processor loses for each byte it sends meanwhile. DDP has :math:`s = 1`; it hides buckets behind
+the rest of the backward pass, which is two thirds of a step, and the last bucket behind nothing.
 
 The four numbers of a machine that stand beside the bandwidth (:class:`Machine`) are 0 unless ``offbeat bench`` has
 measured them, so that an estimate by hand is that of an ideal machine.
@@ -33,6 +33,8 @@ __all__ = ["BACKWARD", "Estimate", "Machine", "bytes_sent", "estimate", "estimat
 
 #: The part of a step that is the backward pass: twice the arithmetic of the forward pass.
 BACKWARD = 2 / 3
+#: Bytes of gradients in the first bucket of torch's DDP, and in each further one.
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 #: Bytes before the codes of a message.
 _HEADER = 8
 
@@ -171,12 +173,13 @@ def estimate_settings(settings: Settings, on: Setting) -> Estimate:
     compute, machine = on.step_seconds, on.machine
     part = -(-int(on.params) // settings.fragments)  # parameters of the largest fragment
     sent, spacing = bytes_sent(settings.codec, part, on.replicas), settings.period / settings.fragments
-    ddp = settings.strategy == "ddp"
-    alone = on.replicas == 1
-    hidden = BACKWARD if ddp else min(float(settings.delay), spacing)
-    exchange = 0.0 if alone else sent / on.bandwidth + _fixed_seconds(settings, on)
+    exchange = 0.0 if on.replicas == 1 else sent / on.bandwidth + _fixed_seconds(settings, on)
+    if settings.strategy == "ddp":
+        exposed = _after_backward(exchange, BACKWARD * compute, 4 * part)
+    else:
+        exposed = exchange - min(settings.delay, spacing) * compute
     local = machine.local_seconds(settings) * part
-    interval = spacing * compute + local + max(machine.busy * sent, exchange - hidden * compute)
+    interval = spacing * compute + local + max(machine.busy * sent, exposed)
     step = interval / spacing
     return Estimate(
         step_seconds=step,
@@ -196,6 +199,21 @@ def bytes_sent(codec: CodecSpec, numbers: int, replicas: int) -> int:
     if replicas == 2:
         return _HEADER + codec_bytes(codec, numbers)
     return 2 * (replicas - 1) * (_HEADER + codec_bytes(codec, -(-numbers // replicas)))
+
+
+def _after_backward(exchange: float, backward: float, size: int) -> float:
+    """Seconds from the end of a backward pass until the last bucket has been reduced.
+
+    A bucket is ready when its gradients are, and buckets are reduced one after the other. Full buckets are alike
+    in a row, so that one of the first two or the last two decides.
+    """
+    first = min(_FIRST_BUCKET, size)
+    second = min(first + _BUCKET, size)
+    last = (size - first) % _BUCKET or min(_BUCKET, size - first) or first
+    full = max(size - last - _BUCKET, 0)
+    # For each of these buckets the bytes of those before it, without and with its own.
+    buckets = ((0, first), (first, second), (full, size - last), (size - last, size))
+    return max(backward * (ready / size - 1) + exchange * (1 - done / size) for done, ready in buckets)
 
 
 def _fixed_seconds(settings: Settings, on: Setting) -> float:
