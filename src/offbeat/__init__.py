@@ -6,6 +6,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
     optimizer = offbeat.AdamW(model.parameters(), lr=1e-3)
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from offbeat._version import __version__
@@ -104,9 +105,14 @@ _REMOVED = {
 }
 
 
-if not TYPE_CHECKING:  # to type checkers, a module with this function has every name
+if TYPE_CHECKING:
+    from offbeat import plan as plan
+else:  # to type checkers, a module with this function has every name
 
     def __getattr__(name: str) -> Any:
+        """Import ``offbeat.plan`` when it is first used: training does not need it."""
+        if name == "plan":
+            return importlib.import_module("offbeat.plan")
         if name in _REMOVED:
             raise AttributeError(f"offbeat.{name} was removed: {_REMOVED[name]}")
         raise AttributeError(f"module 'offbeat' has no attribute {name!r}")

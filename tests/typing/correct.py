@@ -226,3 +226,15 @@ def errors() -> None:
         raise lost from None
     except offbeat.NotFinite as error:
         assert_type(error.ranks, tuple[int, ...])
+
+
+def plan() -> None:
+    costs = offbeat.plan.estimate(params=1e9, step_seconds=0.1, replicas=2, bandwidth=125e6, codec="int4")
+    assert_type(costs, offbeat.plan.Estimate)
+    assert_type(costs.step_seconds, float)
+    assert_type(costs.peak_bytes, int)
+    machine = offbeat.plan.Machine(busy=1e-9, local={"diloco/int8": 1e-9})
+    offbeat.plan.estimate(
+        params=10, step_seconds=1, replicas=2, bandwidth=1, latency=0.1, strategy="slowmo", every=12, fragments=2,
+        delay=3, codec=offbeat.TopK(0.03), machine=machine,
+    )  # fmt: skip

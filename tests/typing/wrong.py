@@ -99,3 +99,5 @@ def replicas(model: nn.Module, inner: offbeat.AdamW) -> None:
     offbeat.PostLocalSGDOptimizer(inner, 4)  # wrong
     offbeat.Simulation("4")  # wrong
     offbeat.Simulation(2).run(lambda rank: rank)  # wrong
+    offbeat.plan.estimate(params=10, step_seconds=1, replicas=2)  # wrong
+    offbeat.plan.estimate(params=10, step_seconds=1, replicas=2, bandwidth=1, strategy="dlc")  # wrong

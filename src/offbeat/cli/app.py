@@ -8,12 +8,22 @@ import torch
 import typer
 
 from offbeat._version import __version__
+from offbeat.cli.bench import EPILOG as BENCH_EPILOG
+from offbeat.cli.bench import bench_command
+from offbeat.cli.demo import EPILOG as DEMO_EPILOG
 from offbeat.cli.demo import demo
+from offbeat.cli.doctor import EPILOG as DOCTOR_EPILOG
+from offbeat.cli.doctor import doctor_command
+from offbeat.cli.plan import EPILOG as PLAN_EPILOG
+from offbeat.cli.plan import plan_command
 
 __all__ = ["app"]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command("demo")(demo)
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command("demo", epilog=DEMO_EPILOG)(demo)
+app.command("doctor", epilog=DOCTOR_EPILOG)(doctor_command)
+app.command("bench", epilog=BENCH_EPILOG)(bench_command)
+app.command("plan", epilog=PLAN_EPILOG)(plan_command)
 
 
 def _show_version(wanted: bool) -> None:

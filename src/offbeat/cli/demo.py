@@ -23,6 +23,12 @@ from offbeat.cli.screen import Screen, backward_table, sites_table, summary
 
 __all__ = ["demo"]
 
+EPILOG = """Examples:
+
+\b
+    offbeat demo
+    offbeat demo --seconds 120 --mbit 50 --json demo.json
+"""
 #: Seconds after which the demo fails, beside twice those of training. On a machine that is not busy it starts in ten.
 LIMIT = 200
 

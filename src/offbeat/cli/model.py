@@ -44,5 +44,5 @@ class ByteGPT(nn.Module):
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         """The mean loss over a batch of windows, as :mod:`offbeat.cli.data` makes them."""
-        h = self.token(x) + self.place(torch.arange(x.shape[1]))
+        h = self.token(x) + self.place(torch.arange(x.shape[1], device=x.device))
         return functional.cross_entropy(self.head(self.norm(self.blocks(h))).flatten(0, 1), target.flatten())
