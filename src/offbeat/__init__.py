@@ -7,6 +7,7 @@ The drop-in optimizers take torch.optim's arguments and keep its state-dict form
 """
 
 from offbeat._version import __version__
+from offbeat.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from offbeat.ddp import ReducedToOwners, reduce_to_owners
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
@@ -47,6 +48,7 @@ __all__ = [
     "LBFGS",
     "CaptureError",
     "Chain",
+    "CheckpointError",
     "Choice",
     "CodecState",
     "DiLoCo",
@@ -77,11 +79,14 @@ __all__ = [
     "as_functional",
     "as_pure",
     "codec_hook",
+    "list_checkpoints",
+    "load_checkpoint",
     "overlap",
     "post_localSGD_hook",
     "post_local_sgd_hook",
     "reduce_to_owners",
     "register_overlapped",
+    "save_checkpoint",
     "split_parameters",
 ]
 __all__ += optimizers.__all__
