@@ -49,6 +49,11 @@ def beside(entry: Entry, param: Tensor | None, *, is_state: bool) -> Target:
     """
     if param is None or not is_dtensor(param) or entry.kind == "local" or not entry.shape:
         return as_before(entry)
+    if is_state and entry.kind == "tensor" and entry.dtype in ("int8", "uint8"):
+        raise CheckpointMismatch(
+            "the checkpoint has optimizer state in 8 bits, in blocks of whole parameters, and here they are sharded; "
+            "nothing was changed. Load it without sharding and with state_dtype=None, save that, and load it here"
+        )
     as_dtensor = entry.kind == "dtensor" or (entry.kind == "tensor" and is_state)
     if entry.shape == tuple(param.shape):
         return Target(region_of(param), (lambda value: sharded(param, value)) if as_dtensor else (lambda value: value))

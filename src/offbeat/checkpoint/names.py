@@ -65,7 +65,8 @@ class Names:
     def to_numbers(self, saved: Mapping[str, Any], optimizer: Any) -> tuple[dict[str, Any], list[str], list[str]]:
         """The state dict that an optimizer can load, and the parameters that are missing and unexpected in it.
 
-        Parameters are found by name: groups may list them in another order. Where the groups are others, each group
+        Parameters are found by name: groups may list them in another order. Without a model, here or when it was saved,
+        they are found by their place. Where the groups are others, each group
         takes the options of the saved one with the same place in the list.
         """
         if not _is_complete(saved) or not hasattr(optimizer, "param_groups"):
@@ -77,6 +78,8 @@ class Names:
         number: dict[str, int] = {}
         for i, names in enumerate(here):
             known = there[i] if i < len(there) else []
+            if len(known) == len(names) and any(all(n.startswith("#") for n in some) for some in (names, known)):
+                names = known  # without a model here or there, parameters are in the same order
             missing += [f"optimizer group {i}: {name}" for name in names if name not in known]
             unexpected += [f"optimizer group {i}: {name}" for name in known if name not in names]
             group = dict(saved["param_groups"][i] if i < len(there) else current[i])
