@@ -34,12 +34,13 @@ Stamp: TypeAlias = "tuple[int, int]"
 
 #: So much is written, or read and summed up, at a time: small enough to be still in the processor's cache.
 _CHUNK = 1 << 20
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+#: No links, and no waiting for the other end of a pipe.
+_FLAGS = sum(getattr(os, name, 0) for name in ("O_FLAGS", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 
 
 def write_file(path: Path, buffers: Iterable[Buffer]) -> Stamp:
     """Write a new file and sync it to the disk. Returns its size and checksum."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o666)
     try:
         size = checksum = 0
         for chunk in _chunks(buffers):
@@ -85,7 +86,7 @@ class Reader:
     def __init__(self, path: Path, stamp: Stamp | None, limit: int | None = None) -> None:
         self.path, self._stamp, self._checksum, self._read = path, stamp, 0, 0
         try:
-            descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
+            descriptor = os.open(path, os.O_RDONLY | _FLAGS)
         except OSError as error:
             raise DamagedCheckpoint(f"{path}: cannot be opened ({_reason(error)})") from error
         self._file = os.fdopen(descriptor, "rb", buffering=0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["generator_states", "restore_generators"]
+__all__ = ["check_generators", "generator_states", "restore_generators"]
 
 
 def generator_states() -> dict[str, Any]:
@@ -21,6 +21,15 @@ def generator_states() -> dict[str, Any]:
         kind, keys, *rest = numpy.random.get_state()
         states["numpy"] = (str(kind), [int(key) for key in keys], *rest)
     return states
+
+
+def check_generators(states: dict[str, Any]) -> None:
+    """Raise, whatever it is, if these states cannot be restored. Changes nothing."""
+    before = generator_states()
+    try:
+        restore_generators(states)
+    finally:
+        restore_generators(before)
 
 
 def restore_generators(states: dict[str, Any]) -> None:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from offbeat.checkpoint import foreign
 from offbeat.checkpoint.contents import Contents, Target, as_before, beside
 from offbeat.checkpoint.errors import CheckpointMismatch, DamagedCheckpoint
-from offbeat.checkpoint.generators import restore_generators
+from offbeat.checkpoint.generators import check_generators, restore_generators
 from offbeat.checkpoint.manifest import SECTIONS, Manifest, describe, list_checkpoints, parse_name
 from offbeat.checkpoint.names import Names, inner_module, short
 from offbeat.checkpoint.pieces import Entry, ranks_of, region_of, sharded
 from offbeat.checkpoint.ranks import Ranks, distinct
-from offbeat.checkpoint.snapshot import param_of
+from offbeat.checkpoint.snapshot import check_extra, param_of
 from offbeat.checkpoint.tree import Place
 from offbeat.engine.tensors import is_dtensor
 
@@ -168,7 +168,7 @@ class _Load:
         self._step = 0
         self._model_state: dict[str, Any] | None = None
         self._optimizer_state: dict[str, Any] | None = None
-        self._extra: dict[str, Any] = {}
+        self._extra: dict[str, Any] | None = None
 
     def read(self, replicas: list[list[int]]) -> None:
         """Read and check everything; changes nothing.
@@ -202,8 +202,13 @@ class _Load:
         if self._optimizer is not None:
             saved = contents.values("optimizer", trees["optimizer"])
             self._optimizer_state = self._names.to_numbers(saved, self._optimizer)[0]
-        self._extra = contents.values("extra", trees["extra"]) or {}
+        self._extra = contents.values("extra", trees["extra"])
         self.random = contents.values("random", trees["random"]) or {}
+        try:
+            check_extra(self._extra)
+            check_generators(self.random)
+        except Exception as error:
+            raise DamagedCheckpoint(f"{self._path}: a section is malformed ({error!r})") from error
 
     def _plan_model(self, contents: Contents, tree: Any) -> dict[str, Any]:
         assert self._module is not None
@@ -240,7 +245,7 @@ class _Load:
         saved = contents.plan("optimizer", tree, target)
         try:
             _, missing, unexpected = self._names.to_numbers(saved, self._optimizer)
-        except (TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DamagedCheckpoint(f"{self._path}: its optimizer is malformed ({error!r})") from error
         self.missing += missing
         self.unexpected += unexpected
@@ -272,7 +277,7 @@ class _Load:
 
     def result(self) -> LoadedCheckpoint:
         """What the caller gets."""
-        loaded = LoadedCheckpoint(self._extra)
+        loaded = LoadedCheckpoint(self._extra or {})
         loaded.step, loaded.path = self._step, self._path
         loaded.missing, loaded.unexpected = self.missing, self.unexpected
         return loaded
