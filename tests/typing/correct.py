@@ -204,3 +204,16 @@ def errors() -> None:
         raise lost from None
     except offbeat.NotFinite as error:
         assert_type(error.ranks, tuple[int, ...])
+
+
+def checkpoints(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = offbeat.save_checkpoint("folder", model=model, optimizer=optimizer, extra={"epoch": 3}, keep=2)
+    offbeat.save_checkpoint("folder", model=model, step=7, background=True, generators=False).wait(60.0)
+    print(saved.wait().name, saved.done)
+    loaded = offbeat.load_checkpoint(saved.wait(), model=model, optimizer=optimizer, step=7, strict=False)
+    assert_type(loaded.step, int)
+    assert_type(loaded.missing + loaded.unexpected, list[str])
+    epoch: int = loaded["epoch"]
+    assert_type([one.step for one in offbeat.list_checkpoints("folder") if one.complete], list[int])
+    error: type[RuntimeError] = offbeat.CheckpointError
+    print(epoch, error)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offbeat._torch import unwrapped_name
 from offbeat.checkpoint.errors import CheckpointError, CheckpointMismatch
-from offbeat.checkpoint.names import Names, inner_module, short
+from offbeat.checkpoint.names import Names, inner_module
 from offbeat.engine.tensors import is_dtensor
 
 __all__ = ["import_torch_save", "refuse"]
@@ -82,8 +83,8 @@ def import_torch_save(
         )
     module, state = inner_module(model), None
     if module is not None:
-        saved = {short(k).removeprefix("module."): v for k, v in _pop(content, _MODEL, file).items()}
-        here = {short(key): key for key in module.state_dict()}
+        saved = {unwrapped_name(k).removeprefix("module."): v for k, v in _pop(content, _MODEL, file).items()}
+        here = {unwrapped_name(key): key for key in module.state_dict()}
         missing, unexpected = sorted(here.keys() - saved), sorted(saved.keys() - here)
         there = module.state_dict()
         shapes = [name for name, key in here.items() if name in saved and _shape(there[key]) != _shape(saved[name])]

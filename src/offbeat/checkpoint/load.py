@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat._torch import unwrapped_name
 from offbeat.checkpoint import foreign
 from offbeat.checkpoint.contents import Contents, Target, as_before, beside
 from offbeat.checkpoint.errors import CheckpointMismatch, DamagedCheckpoint
 from offbeat.checkpoint.generators import check_generators, restore_generators
 from offbeat.checkpoint.manifest import SECTIONS, Manifest, describe, list_checkpoints, parse_name
-from offbeat.checkpoint.names import Names, inner_module, short
+from offbeat.checkpoint.names import Names, inner_module
 from offbeat.checkpoint.pieces import Entry, ranks_of, region_of, sharded
 from offbeat.checkpoint.ranks import Ranks, distinct
 from offbeat.checkpoint.snapshot import check_extra, param_of
@@ -212,7 +213,7 @@ class _Load:
 
     def _plan_model(self, contents: Contents, tree: Any) -> dict[str, Any]:
         assert self._module is not None
-        here = {short(key): value for key, value in self._module.state_dict().items()}
+        here = {unwrapped_name(key): value for key, value in self._module.state_dict().items()}
         if tree is None:
             raise CheckpointMismatch(f"{self._path} has no model; leave model= out to load the rest")
         if not isinstance(tree, dict):
@@ -257,7 +258,7 @@ class _Load:
         def write() -> None:
             if self._module is not None and self._model_state is not None:
                 module = self._module
-                actual = {short(key): key for key in module.state_dict()}
+                actual = {unwrapped_name(key): key for key in module.state_dict()}
                 before = {key: _copied(value) for key, value in module.state_dict().items()}
                 undo.append(lambda: module.load_state_dict(before))
                 state = {actual[name]: value for name, value in self._model_state.items()}

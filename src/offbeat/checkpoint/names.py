@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Names", "inner_module"]
+from offbeat._torch import unwrapped_name
 
-#: What wrappers put into the names of what is inside them.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+__all__ = ["Names", "inner_module"]
 
 
 def inner_module(module: nn.Module | None) -> nn.Module | None:
@@ -28,7 +27,7 @@ class Names:
 
     def __init__(self, model: nn.Module | None) -> None:
         module = inner_module(model)
-        named = [] if module is None else [(short(name), p) for name, p in module.named_parameters()]
+        named = [] if module is None else [(unwrapped_name(name), p) for name, p in module.named_parameters()]
         self.params: dict[str, Tensor] = dict(named)
         self._of = {id(p): name for name, p in named}
 
@@ -47,7 +46,7 @@ class Names:
         """The parameter of this name, which may be the name inside a wrapper."""
         if not isinstance(key, str):
             return None
-        key = short(key)
+        key = unwrapped_name(key)
         return self.params.get(key, self.params.get(key.removeprefix("module.")))
 
     def to_names(self, state_dict: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
@@ -92,11 +91,6 @@ class Names:
         lost = {name for names in there for name in names} - set(number)
         state = {number.get(key, key): value for key, value in saved["state"].items() if key not in lost}
         return {**saved, "state": state, "param_groups": groups}, missing, unexpected
-
-
-def short(name: str) -> str:
-    """A name without what wrappers put into it."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _is_complete(state_dict: Mapping[str, Any]) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offbeat._torch import unwrapped_name
 from offbeat.checkpoint.errors import CheckpointError
 from offbeat.checkpoint.files import Stamp, memory, write_file
-from offbeat.checkpoint.names import Names, inner_module, short
+from offbeat.checkpoint.names import Names, inner_module
 from offbeat.checkpoint.pieces import Entry, describe
 from offbeat.checkpoint.tensors import write_tensors
 from offbeat.checkpoint.tree import Place, encode, place_name
@@ -42,7 +43,7 @@ class Snapshot:
         names = Names(model)
         module = inner_module(model)
         if module is not None:
-            state = {short(key): value for key, value in module.state_dict().items()}
+            state = {unwrapped_name(key): value for key, value in module.state_dict().items()}
             self._add("model", state, names)
         if optimizer is not None:
             self._add("optimizer", names.to_names(optimizer.state_dict(), optimizer), names)
