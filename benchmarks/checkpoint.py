@@ -4,7 +4,7 @@
 
 ``disk`` writes the same number of bytes from memory with one fsync, and reads them into memory that is there already.
 The others save a model and AdamW's state to files that are synced, and load them into both. Before anything is read,
-its file is dropped from the page cache. The seconds of the processor are those of the process, in user and system.
+its file is dropped from the page cache.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# Saving and loading 1 GB",
         "",
-        f"{machine}. One process on one core, {size / 1e9:.2f} GB, {len(times['disk']['save'])} turns. Median (least to "
+        f"{machine}. One process on one core, {size / 1e9:.2f} GB, {len(times['disk']['save'])} turns; other programs "
+        f"kept the machine busy with a load of {result['load'][0]:.0f} to {result['load'][1]:.0f}. Median (least to "
         "most) GB/s; in the last columns the median over turns of the rate as a part of the disk's in the same turn.",
         "",
         "| arm | save, GB/s | load, GB/s | save, of the disk | load, of the disk |",
@@ -188,7 +189,9 @@ def main() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     machine = describe_machine(f"python -m benchmarks.checkpoint --rounds {options.rounds}")
+    before = os.getloadavg()[0]
     result = {"machine": machine, **measure(options.rounds, options.folder)}
+    result["load"] = sorted((before, os.getloadavg()[0]))
     os.sched_setaffinity(0, cores)
     result["beside"] = beside_training(options.folder)
     text = report(result)
