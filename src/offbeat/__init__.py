@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from offbeat._version import __version__
+from offbeat.checkpoint import CheckpointError, list_checkpoints, load_checkpoint, save_checkpoint
 from offbeat.ddp import CodecState, codec_hook
 from offbeat.engine import Choice
 from offbeat.errors import CaptureError, GradientError
@@ -55,6 +56,7 @@ __all__ = [
     "BlockCodec",
     "CaptureError",
     "Chain",
+    "CheckpointError",
     "Choice",
     "Codec",
     "CodecState",
@@ -87,6 +89,8 @@ __all__ = [
     "as_functional",
     "as_pure",
     "codec_hook",
+    "list_checkpoints",
+    "load_checkpoint",
     "log_rounds",
     "muon_with_adamw",
     "overlap",
@@ -94,6 +98,7 @@ __all__ = [
     "post_local_sgd_hook",
     "register_codec",
     "register_overlapped",
+    "save_checkpoint",
     "split_parameters",
 ]
 __all__ += optimizers.__all__

@@ -316,6 +316,12 @@ def inner_module(module: Any) -> Any:
     return module._orig_mod
 
 
+def unwrapped_name(name: str) -> str:
+    """The name of a parameter or buffer without what torch.compile, activation checkpointing and FSDP put into it."""
+    wrappers = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
 def persistent_buffers(module: Any) -> list[tuple[str, Tensor]]:
     """A module's own buffers that are part of its state dict."""
     left_out = module._non_persistent_buffers_set

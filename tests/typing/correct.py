@@ -238,3 +238,16 @@ def plan() -> None:
         params=10, step_seconds=1, replicas=2, bandwidth=1, latency=0.1, strategy="slowmo", every=12, fragments=2,
         delay=3, codec=offbeat.TopK(0.03), machine=machine,
     )  # fmt: skip
+
+
+def checkpoints(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    saved = offbeat.save_checkpoint("folder", model=model, optimizer=optimizer, extra={"epoch": 3}, keep=2)
+    offbeat.save_checkpoint("folder", model=model, step=7, background=True, generators=False).wait(60.0)
+    print(saved.wait().name, saved.done)
+    loaded = offbeat.load_checkpoint(saved.wait(), model=model, optimizer=optimizer, step=7, strict=False)
+    assert_type(loaded.step, int)
+    assert_type(loaded.missing + loaded.unexpected, list[str])
+    epoch: int = loaded["epoch"]
+    assert_type([one.step for one in offbeat.list_checkpoints("folder") if one.complete], list[int])
+    error: type[RuntimeError] = offbeat.CheckpointError
+    print(epoch, error)

@@ -25,7 +25,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 import offbeat
 from offbeat import _torch
 from offbeat.engine.cpu.compiler import CompilerError, cache_directory, find_compiler, why_no_compiler
-from offbeat.engine.reader import wait_for_reader, why_no_reader
+from offbeat.engine.cpu.reader import wait_for_reader, why_no_reader
 
 __all__ = ["CHECKS", "Finding", "run_checks"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from offbeat.wire.codec import CodecSpec, make_codec
+from offbeat.wire.codecs import CodecSpec, make_codec
 
 __all__ = ["CodecSpec", "Settings", "Strategy", "codec_bytes"]
 
