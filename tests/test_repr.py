@@ -78,7 +78,7 @@ def test_replicas_say_what_they_do():
     assert (
         "parameters: every 4 steps, all 2 ranks, outer SGD(lr=0.7, momentum=0.9), 2 fragments, delay 1 step" in levels
     )
-    assert ", mixing 0.5, codec int8\n" in levels
+    assert ", delay 1 step, codec int8\n" in levels
     assert "outer SlowMomentum(lr=1, momentum=0.5)" in slow
     assert "done: 4 steps, 0 rounds, 0 bytes sent" in diloco
 

@@ -14,8 +14,12 @@ from offbeat.cli.demo import EPILOG as DEMO_EPILOG
 from offbeat.cli.demo import demo
 from offbeat.cli.doctor import EPILOG as DOCTOR_EPILOG
 from offbeat.cli.doctor import doctor_command
+from offbeat.cli.lighthouse import EPILOG as LIGHTHOUSE_EPILOG
+from offbeat.cli.lighthouse import lighthouse
 from offbeat.cli.plan import EPILOG as PLAN_EPILOG
 from offbeat.cli.plan import plan_command
+from offbeat.cli.report import EPILOG as REPORT_EPILOG
+from offbeat.cli.report import report
 
 __all__ = ["app"]
 
@@ -24,6 +28,8 @@ app.command("demo", epilog=DEMO_EPILOG)(demo)
 app.command("doctor", epilog=DOCTOR_EPILOG)(doctor_command)
 app.command("bench", epilog=BENCH_EPILOG)(bench_command)
 app.command("plan", epilog=PLAN_EPILOG)(plan_command)
+app.command("report", epilog=REPORT_EPILOG)(report)
+app.command("lighthouse", epilog=LIGHTHOUSE_EPILOG)(lighthouse)
 
 
 def _show_version(wanted: bool) -> None:

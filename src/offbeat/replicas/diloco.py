@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim import Optimizer
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DiLoCo"]
 
-#: The outer learning rate that was found best, by the number of replicas (arXiv 2503.09799).
-OUTER_LR = {1: 0.4, 2: 0.6, 4: 0.6, 8: 0.8}
-
-#: As published, whatever the number of replicas.
-OUTER_MOMENTUM = 0.9
+#: The outer options that were best, or as good as others, for Muon and for AdamW inside, in runs of 24 to 104 rounds of
+#: four replicas (benchmarks/results/convergence-choose.md, convergence-recipes.md). In runs of 200 rounds and more, 0.6
+#: and 0.9, as published, are better.
+OUTER_LR, OUTER_MOMENTUM = 0.8, 0.6
 
 
 class DiLoCo(Replica):
@@ -52,11 +51,12 @@ class DiLoCo(Replica):
         opt: the inner optimizer (usually AdamW), overlapped or not.
         module: the module it trains: DDP, plain, or ``fully_shard``-ed.
         every: the number of steps between rounds; the first comes after as many steps, of fragments the last one's.
-        outer_lr: :math:`\eta`; by default 0.4 for one replica, 0.6 for 2 to 7 and 0.8 for 8 or more.
-        outer_momentum: :math:`\mu`, at least 0 and below 1.
+        outer_lr: :math:`\eta`.
+        outer_momentum: :math:`\mu`, at least 0 and below 1. The defaults are for runs of up to about 200 rounds; in
+            longer ones 0.6 and 0.9 were better.
         fragments: parts of the parameters that are exchanged at different steps; see :class:`offbeat.Level`.
         delay: 0 waits for a round; :math:`k > 0` applies it :math:`k` steps later.
-        mixing: :math:`\alpha`; by default 0 without a delay and 0.5 with one.
+        mixing: :math:`\alpha`; by default 0.
         codec: how differences are encoded: None, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``, ``"int2"`` or an
             :class:`offbeat.TopK`.
         error_feedback: add what encoding has lost, multiplied by this number, to the next round.
@@ -91,7 +91,7 @@ class DiLoCo(Replica):
         opt: Optimizer,
         module: torch.nn.Module,
         every: Every = 32,
-        outer_lr: float | None = None,
+        outer_lr: float = OUTER_LR,
         outer_momentum: float = OUTER_MOMENTUM,
         fragments: Fragments = 1,
         delay: int = 0,
@@ -106,20 +106,14 @@ class DiLoCo(Replica):
         level: LevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
-        if outer is not None and (outer_lr is not None or outer_momentum != OUTER_MOMENTUM):
+        if outer is not None and (outer_lr, outer_momentum) != (OUTER_LR, OUTER_MOMENTUM):
             raise ValueError(
                 f"outer= makes the outer optimizer, so that outer_lr={outer_lr} and outer_momentum={outer_momentum} "
                 "would not be used; give them to that optimizer, or leave outer= out"
             )
-        check_outer(outer_lr=0.0 if outer_lr is None else outer_lr)
+        check_outer(outer_lr=outer_lr)
         check_outer(1.0, outer_momentum=outer_momentum)
-        me = weakref.ref(self)  # the level keeps this function, and self keeps the level
-
-        def nesterov(groups: Any) -> Optimizer:
-            found = me()
-            rate = default_outer_lr(found.replicas if found is not None else 1) if outer_lr is None else outer_lr
-            return SGD(groups, lr=rate, momentum=outer_momentum, nesterov=outer_momentum > 0)
-
+        nesterov = functools.partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
         given = with_options(
             level,
             every=every,
@@ -133,8 +127,3 @@ class DiLoCo(Replica):
             nonfinite=nonfinite,
         )
         super().__init__(opt, module, [Level(**given)], warmup, **options)
-
-
-def default_outer_lr(replicas: int) -> float:
-    """The published outer learning rate for the largest number of replicas that is not larger than this."""
-    return OUTER_LR[max(number for number in OUTER_LR if number <= replicas)]

@@ -50,7 +50,7 @@ class Level(ChecksNames):
         delay: 0 waits for a round. :math:`k > 0` exchanges in the background and applies the result :math:`k` steps
             later.
         mixing: how much of the local parameters stays. With an outer optimizer
-            :math:`x_i \leftarrow \alpha x_i + (1 - \alpha) a`, by default 0 without a delay and 0.5 with one. Without
+            :math:`x_i \leftarrow \alpha x_i + (1 - \alpha) a`, by default 0. Without
             an outer optimizer only a part of the difference is added, after a delay of :math:`k` steps
             :math:`x_i(t+k) \leftarrow x_i(t+k) + (1 - \alpha) (\bar x(t) - x_i(t))`, by default all of it.
         codec: how differences from the anchor are encoded: None, ``"bf16"``, ``"fp16"``, ``"int8"``, ``"int4"``,
@@ -70,7 +70,7 @@ class Level(ChecksNames):
         >>> inside_a_site = offbeat.Level(every=4, group=8, phase=1)
         >>> between_sites = offbeat.Level(every=64, outer=outer, fragments=4, delay=2, codec="int8")
         >>> between_sites.parts, between_sites.kept
-        (4, 0.5)
+        (4, 0.0)
     """
 
     every: Every = 8
@@ -173,9 +173,7 @@ class Level(ChecksNames):
     @property
     def kept(self) -> float:
         """How much of the local parameters a landing keeps."""
-        if self.mixing is not None:
-            return float(self.mixing)
-        return 0.5 if self.delay and self.outer is not None else 0.0
+        return 0.0 if self.mixing is None else float(self.mixing)
 
     def cut(self, sizes: Mapping[str, int], frozen: Collection[str] = ()) -> list[list[str]]:
         """The names of the parameters in each fragment.
