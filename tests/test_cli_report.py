@@ -90,9 +90,8 @@ def test_what_cannot_be_read_is_refused(tmp_path, text, words):
 
 def test_a_log_that_cannot_be_written_warns_once_and_training_goes_on(tmp_path):
     def replica(rank, peers, model):
-        optimizer = offbeat.LocalSGD(
-            offbeat.SGD(model.parameters(), lr=0.05), model, every=1, group=peers, subgroup=None
-        )
+        inner = offbeat.SGD(model.parameters(), lr=0.05)
+        optimizer = offbeat.LocalSGD(inner, model, every=1, group=peers, subgroup=None)
         if rank == 0:
             offbeat.log_rounds(optimizer, tmp_path / "no such folder" / "rounds.jsonl")
         for step in range(3):
@@ -108,9 +107,8 @@ def test_a_log_that_cannot_be_written_warns_once_and_training_goes_on(tmp_path):
 
 def test_reports_of_rounds_that_fail_say_why_and_handles_can_be_removed():
     def replica(rank, peers, model):
-        optimizer = offbeat.LocalSGD(
-            offbeat.SGD(model.parameters(), lr=0.05), model, every=1, group=peers, subgroup=None
-        )
+        inner = offbeat.SGD(model.parameters(), lr=0.05)
+        optimizer = offbeat.LocalSGD(inner, model, every=1, group=peers, subgroup=None)
         reports = []
         handle = optimizer.register_round_hook(reports.append)
         assert optimizer.last_round is None

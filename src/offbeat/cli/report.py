@@ -51,8 +51,8 @@ def report(
 ) -> None:
     """Make a page about a run: waiting, bytes, and what became of each round. It needs no network to be read.
 
-    rounds.jsonl is what offbeat.log_rounds(optimizer, path="run/rounds.jsonl") writes. loss.jsonl may hold lines such as
-    {"step": 10, "loss": 2.5}. Two runs are shown side by side.
+    rounds.jsonl is what offbeat.log_rounds(optimizer, path="run/rounds.jsonl") writes. loss.jsonl may hold lines such
+    as {"step": 10, "loss": 2.5}. Two runs are shown side by side.
     """
     try:
         import matplotlib as mpl  # noqa: F401
@@ -87,9 +87,8 @@ def read_run(folder: Path) -> Run:
     rounds = list(_lines(path))
     for number, line in enumerate(rounds, 1):
         if not line.keys() >= NEEDED:
-            raise ValueError(
-                f"line {number} of {path} has no {sorted(NEEDED - line.keys())[0]!r}; log_rounds writes it"
-            )
+            missing = min(NEEDED - line.keys())
+            raise ValueError(f"line {number} of {path} has no {missing!r}; log_rounds writes it")
     losses = folder / "loss.jsonl"
     pairs = [(int(line["step"]), float(line["loss"])) for line in _lines(losses)] if losses.exists() else []
     return Run(folder.name or str(folder), rounds, pairs)
@@ -125,9 +124,8 @@ def _column(run: Run) -> str:
     parts += [f"<h3>{html.escape(title)}</h3>{svg}" for title, svg in filter(None, plots)]
     failed = [line for line in run.rounds if line["status"] == "failed"]
     if failed:
-        rows = "".join(
-            f"<li>step {line['step']}: {html.escape(str(line.get('reason', '')))}</li>" for line in failed[:20]
-        )
+        reasons = [(line["step"], html.escape(str(line.get("reason", "")))) for line in failed[:20]]
+        rows = "".join(f"<li>step {step}: {reason}</li>" for step, reason in reasons)
         parts.append(f"<h3>Rounds that failed</h3><ul>{rows}</ul>")
     return "".join(parts)
 
