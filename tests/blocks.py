@@ -25,7 +25,7 @@ __all__ = ["blocks", "run_pages"]
 
 ROOT = Path(__file__).parent.parent
 # What a page says for many ranks is run on two.
-SCALED = {"docs/diloco.md": {"group=8": "group=1"}}
+SCALED = {"docs/levels.md": {"group=8": "group=1"}}
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
