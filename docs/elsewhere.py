@@ -65,6 +65,8 @@ def _origin(uri: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Turn links to files of the repository into links to pages of the site."""
     here = _origin(page.file.src_uri)
+    if page.file.src_uri.startswith(("results/", "examples/", "changelog")):
+        page.meta["search"] = {"exclude": True}  # a search finds features and guides
 
     def relink(match: re.Match[str]) -> str:
         target, anchor = match[1], match[2] or ""

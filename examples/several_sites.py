@@ -1,4 +1,4 @@
-"""Several sites: the ranks of a site average often, sites agree rarely and with few bits.
+"""Several sites: the ranks of a site average often, sites synchronise rarely and with few bits.
 
     torchrun --nproc-per-node 4 examples/several_sites.py --ranks-per-site 2
 

@@ -65,13 +65,12 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         if dist.get_rank() == 0 and step % max(1, options.steps // 4) == 0:
             print(f"step {step:4}   loss {loss.item():.4f}")
     if isinstance(optimizer, offbeat.Replica):
-        optimizer.finish()  # replicas agree one last time
+        optimizer.finish()  # synchronise one last time
     seconds = time.perf_counter() - begin
 
-    # Gradients (of warm-up, or all of DDP's): a ring of n ranks sends 2 (n - 1) / n of the model.
+    # DDP's ring of n ranks sends 2 (n - 1) / n of the gradients at every step; LocalSGD and DiLoCo count for themselves.
     n, size = dist.get_world_size(), sum(p.numel() * p.element_size() for p in model.parameters())
-    averaged = options.steps if options.method == "ddp" else options.steps // 10
-    sent = averaged * 2 * (n - 1) / n * size + getattr(optimizer, "bytes_sent", 0)
+    sent = getattr(optimizer, "bytes_sent", options.steps * 2 * (n - 1) / n * size)
     if dist.get_rank() == 0:
         print(
             f"{options.method}: {options.steps / seconds:.0f} steps/s, {sent / options.steps / 1e6:.3f} MB sent a step"

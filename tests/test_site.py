@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -51,6 +52,15 @@ def test_every_public_name_is_in_the_reference(site):
             or (site / "rules" / name.lower() / "index.html").exists()
         )
         assert documented, f"{name} is not in docs/reference"
+
+
+@pytest.mark.xdist_group("site")
+def test_a_search_finds_features_and_leaves_results_and_scripts_out(site):
+    found = {
+        entry["location"].split("#")[0] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
+    assert {"replicas/", "overlap/", "guides/across-sites/"} <= found
+    assert not any(location.startswith(("results/", "examples/", "changelog/")) for location in found)
 
 
 @pytest.mark.xdist_group("site")
