@@ -20,6 +20,7 @@ TARGET = 0.95
 CANDIDATES: tuple[Settings, ...] = (
     Settings("ddp"),
     Settings("diloco", 32, options=OUTER),
+    Settings("diloco", 32, 4, 1, "int4", options=OUTER),
     Settings("diloco", 32, codec="int4", options=OUTER),
     Settings("local_sgd", 8),
     Settings("diloco", 32, 4, 4, options=OUTER),

@@ -14,7 +14,7 @@ __all__ = ["INNER", "OUTER", "ROWS", "Loss", "expected_loss"]
 
 #: The recipe so far: the inner optimizer to recommend with rounds, as lines to paste, and its outer settings.
 INNER = "inner = offbeat.muon_with_adamw(model, lr=2e-3)"
-OUTER = (("outer_lr", 0.8), ("outer_momentum", 0.6))
+OUTER = (("outer_lr", 1.0), ("outer_momentum", 0.6))
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,14 @@ class Loss:
     source: str
 
 
-_GPU = "GPT of 10 M parameters, 4 replicas, 3,328 steps, one seed"
+_GPU = "GPT of 10 M parameters, 4 replicas, 3,328 steps, three seeds"
 _LONG = "GPT of 0.04 M parameters, 2 replicas, 6,656 steps, three seeds"
-_PENDING = "convergence-recipes.md"  # measured on one H200, 2026-11-19; the file is being written with three seeds
+_RECIPES = "convergence-recipes.md"
 _STREAM = Settings("diloco", 32, 4, 4)
 
 ROWS: tuple[Loss, ...] = (
-    Loss(Settings("ddp"), "Muon", 0.0, None, -5.5, _GPU, _PENDING),
-    Loss(Settings("local_sgd", 8), "Muon", 2.8, None, -2.9, _GPU, _PENDING),
-    Loss(Settings("diloco", 32), "Muon", 2.1, None, -3.5, _GPU, _PENDING),
-    Loss(Settings("diloco", 32, codec="int4"), "Muon", 2.0, None, -3.7, _GPU, _PENDING),
-    Loss(_STREAM, "Muon", 3.2, None, -2.5, _GPU, _PENDING),
+    Loss(Settings("diloco", 32, codec="int4"), "Muon", 1.9, (1.6, 2.0), -3.9, _GPU, _RECIPES),
+    Loss(Settings("diloco", 32, 4, 1, "int4"), "Muon", 1.3, (1.2, 1.6), -4.4, _GPU, _RECIPES),
     Loss(Settings("diloco", 32), "AdamW", 1.39, (0.95, 1.63), None, _LONG, "convergence-codecs.md"),
     Loss(Settings("diloco", 32, codec="int8"), "AdamW", 1.30, (0.93, 1.62), None, _LONG, "convergence-codecs.md"),
     Loss(Settings("diloco", 32, codec="int4"), "AdamW", 0.81, (0.66, 1.66), None, _LONG, "convergence-codecs.md"),
