@@ -67,7 +67,7 @@ $(VENV)/peers: $(VENV)/ready pyproject.toml
 	touch $@
 
 peers: $(VENV)/peers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -v tests/peers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -vv -rs tests/peers
 
 compat: $(TORCHES:%=compat-%)
 

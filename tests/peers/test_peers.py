@@ -28,13 +28,16 @@ STEPS = 6
 NORM = "depends on other parameters"
 DRAWS = "draws random numbers"
 ESTIMATE = "by the gradients that it is given"
-EMPTY = "has raised in a trial"  # a step without gradients raises
-OBJECT = "changes? once for every bucket|may change once"
+EMPTY = "step has raised in a trial"  # a step without gradients raises
+OBJECT = "which its step may change once for every bucket"
 
 #: What cannot hold, with the reason; by the name of the package and what it calls the optimizer.
 REFUSED: dict[str, dict[str, str]] = {
     "schedulefree": {},
-    "optimi": {},
+    "optimi": dict.fromkeys(
+        [f"{name} foreach" for name in ("Adam", "AdamW", "Adan", "Lion", "RAdam", "Ranger", "SGD", "StableAdamW")],
+        EMPTY,
+    ),
     "timm": {
         **dict.fromkeys(("lamb", "lambc", "lambcd", "lambcw", "lambw", "clamb", "clambw"), NORM),  # max_grad_norm=1.0
         **dict.fromkeys(("kron", "kronc", "kronw"), OBJECT),  # a random.Random of its own
@@ -49,9 +52,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "Magma": "wraps another optimizer",
     },
 }
-REFUSED["optimi"] = dict.fromkeys(
-    (f"{name} foreach" for name in ("Adam", "AdamW", "Adan", "Lion", "RAdam", "Ranger", "SGD", "StableAdamW")), EMPTY
-)
 
 
 def timm_optim() -> Any:
@@ -117,13 +117,21 @@ PACKAGES: dict[str, Callable[[Any], Iterator[tuple[str, Make]]]] = {
 def cases() -> Iterator[Any]:
     for package, optimizers in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
-            yield pytest.param(package, "", None, id=package, marks=pytest.mark.skip(f"{package} is not installed"))
+            yield pytest.param(
+                package,
+                "",
+                None,
+                id=package,
+                marks=pytest.mark.skip(f"{package} is not installed; `make peers` installs it"),
+            )
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             module = timm_optim() if package == "timm" else importlib.import_module(package)
         for name, make in optimizers(module):
-            yield pytest.param(package, name, make, id=f"{package} {name}")
+            reason = REFUSED[package].get(name)
+            refused = "" if reason is None else f" is refused: {reason}"
+            yield pytest.param(package, name, make, id=f"{package} {name}{refused}")
 
 
 def train(make: Make, overlapped: bool) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
@@ -153,7 +161,6 @@ def train(make: Make, overlapped: bool) -> tuple[list[torch.Tensor], list[dict[s
 def test_same_bits_or_refused(package: str, name: str, make: Make) -> None:
     reason = REFUSED[package].get(name)
     if reason is not None:
-        print(f"{package} {name} is refused: {reason}")
         with pytest.raises(TypeError, match=reason):
             train(make, True)
         return

@@ -87,7 +87,8 @@ def _take_over_clipping(trainer: Any, features: Features) -> None:
         return
     if trainer.args.max_grad_norm:
         features.clip_by_overlap(float(trainer.args.max_grad_norm), "max_grad_norm")
-        if features.warns_of_clipping:
+        scaler = trainer.accelerator.scaler
+        if features.warns_of_clipping and (scaler is None or not scaler.is_enabled()):  # for which updates wait too
             features.warns_of_clipping = False
             warn(
                 f"max_grad_norm={trainer.args.max_grad_norm} clips by the norm of all gradients, for which every "
