@@ -136,6 +136,7 @@ FEATURES = [
     "chain.md",
     "functional.md",
     "checkpoints.md",
+    "codecs.md",
     "custom_codec.md",
     "guides/across-sites.md",
 ]

@@ -31,7 +31,7 @@ RESULT = BenchResult(
     [
         (1000, "DDP"),  # 32 ms of gradients behind 67 ms of backward
         (400, "DiLoCo(every=32)"),  # 13 ms of DDP too many; a round of 80 ms in 3.2 s
-        (50, 'DiLoCo(every=32, codec="int4")'),
+        (50, 'DiLoCo(every=32, fragments=4, delay=1, codec="int4")'),
         (1, 'DiLoCo(every=64, fragments=8, delay=8, codec="int4")'),
         (0.2, 'DiLoCo(every=256, fragments=16, delay=16, codec="int4")'),
     ],
