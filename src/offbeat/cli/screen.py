@@ -67,7 +67,7 @@ def sites_table(found: dict[str, Any]) -> str:
         speed = f"{arm['steps'] / arm['seconds']:.1f}"
         rows.append((name, str(arm["steps"]), speed, mb, f"{arm['worst_ms']:.0f}", f"{arm['held_out_loss']:.3f}"))
     note = (
-        f"{found['parameters']:,} parameters. DiLoCo has outer_lr=1 and outer_momentum=0. MB: sent by\n"
+        f"{found['parameters']:,} parameters; AdamW where it does not say Muon. MB: sent by\n"
         "one site. Loss: of held-out text, in nats per byte, the same at both sites."
     )
     return _table(rows, (7, 9, 9, 10, 7), note)
@@ -99,7 +99,7 @@ def summary(mbit: float, sites: dict[str, Any], backward: dict[str, Any]) -> str
     bytes_a_step = ours["mb_per_step"] and f", with {ours['mb_per_step'] / ddp['mb_per_step']:.1%} of the bytes a step"
     return (
         f"While DDP made {ddp['steps']} steps over {mbit:g} Mbit/s, to a loss of {ddp['held_out_loss']:.2f}, "
-        f"DiLoCo in the background with int4 made {ours['steps']}, to {ours['held_out_loss']:.2f}{bytes_a_step or ''}. "
+        f"Muon inside DiLoCo with int4 made {ours['steps']}, to {ours['held_out_loss']:.2f}{bytes_a_step or ''}. "
         f"Overlapped with backward, a step with AdamW took {overlapped['ms'] / fused['ms']:.0%} of the time of torch's "
         f"fused one, and gradients {overlapped['gradient_mb'] / fused['gradient_mb']:.0%} of the memory."
     )

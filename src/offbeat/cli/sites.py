@@ -17,7 +17,7 @@ from offbeat.cli import link
 from offbeat.cli.data import random_windows, read_text, spaced_windows
 from offbeat.cli.model import ByteGPT
 
-__all__ = ["ARMS", "COMPRESSED", "LONGER", "run"]
+__all__ = ["ARMS", "LONGER", "RECIPE", "run"]
 
 BATCH, CONTEXT = 8, 64
 LAYERS, WIDTH = 6, 96
@@ -25,36 +25,39 @@ LEARNING_RATE, WARM_UP = 2e-3, 20
 #: The number of steps is a multiple of this, so that every arm ends with a whole period.
 PERIOD = 16
 MOST_STEPS = 64 * PERIOD
-#: The mean: with so few rounds momentum does not pay yet.
-OUTER: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 HELD_OUT_WINDOWS = 128
 #: A process that waits longer for the other raises, and its error says more than its parent could.
 COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 
 
-def _ddp(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    return DistributedDataParallel(model), optimizer
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
 
-def _local_sgd(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    return model, offbeat.LocalSGD(optimizer, model, every=8, subgroup=None)
+def _ddp(model: nn.Module) -> tuple[nn.Module, Any]:
+    return DistributedDataParallel(model), _adamw(model)
 
 
-def _diloco(model: nn.Module, optimizer: Any, **codec: Any) -> tuple[nn.Module, Any]:
-    return model, offbeat.DiLoCo(optimizer, model, every=PERIOD, fragments=4, delay=4, subgroup=None, **OUTER, **codec)
+def _local_sgd(model: nn.Module) -> tuple[nn.Module, Any]:
+    return model, offbeat.LocalSGD(_adamw(model), model, every=8, subgroup=None)
 
 
-def _compressed(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    return _diloco(model, optimizer, codec="int4", error_feedback=1.0)
+def _diloco(model: nn.Module) -> tuple[nn.Module, Any]:
+    return model, offbeat.DiLoCo(_adamw(model), model, every=PERIOD, fragments=4, delay=4, subgroup=None)
 
 
-COMPRESSED, LONGER = 'the same with codec="int4"', "the same, for as long as DDP took"
+def _recipe(model: nn.Module) -> tuple[nn.Module, Any]:
+    inner = offbeat.muon_with_adamw(model, lr=LEARNING_RATE)
+    return model, offbeat.DiLoCo(inner, model, every=PERIOD, fragments=4, delay=1, codec="int4", subgroup=None)
+
+
+RECIPE, LONGER = "the recipe: Muon, delay=1, int4", "that, for as long as DDP took"
 #: What to compare at the same number of steps, which is set by the speed of the first.
-ARMS: dict[str, Callable[[nn.Module, Any], tuple[nn.Module, Any]]] = {
+ARMS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "DDP": _ddp,
     "LocalSGD(every=8)": _local_sgd,
     "DiLoCo(every=16, fragments=4, delay=4)": _diloco,
-    COMPRESSED: _compressed,
+    RECIPE: _recipe,
 }
 
 
@@ -70,13 +73,13 @@ def run(rank: int, options: dict[str, Any], say: Callable[..., None]) -> dict[st
     kept = [_warm_up(wrap) for wrap in ARMS.values()]
     results: dict[str, Any] = {}
     seconds, steps = options["seconds"], MOST_STEPS  # what the arm may take: as many seconds, or if that is None, steps
-    for name, wrap in [*ARMS.items(), (LONGER, ARMS[COMPRESSED])]:
+    for name, wrap in [*ARMS.items(), (LONGER, ARMS[RECIPE])]:
         if name == LONGER:
             seconds = results["DDP"]["seconds"]
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(1 + rank)
         model = ByteGPT(layers=LAYERS, width=WIDTH, context=CONTEXT)
-        module, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+        module, optimizer = wrap(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
         kept.append((module, optimizer))
         times: list[float] = []
@@ -110,11 +113,11 @@ def run(rank: int, options: dict[str, Any], say: Callable[..., None]) -> dict[st
     return {"arms": results, "parameters": sum(p.numel() for p in model.parameters())}
 
 
-def _warm_up(wrap: Callable[[nn.Module, Any], tuple[nn.Module, Any]]) -> Any:
+def _warm_up(wrap: Callable[[nn.Module], tuple[nn.Module, Any]]) -> Any:
     """Make a round with a tiny model, so that kernels are compiled when time begins to count."""
     torch.manual_seed(0)
     model = ByteGPT(layers=1, width=8, context=1)
-    module, optimizer = wrap(model, torch.optim.AdamW(model.parameters(), fused=True))
+    module, optimizer = wrap(model)
     byte = torch.zeros(1, 1, dtype=torch.int64)
     for _ in range(PERIOD + PERIOD // 2):
         module(byte, byte).backward()
