@@ -155,26 +155,40 @@ def draw(seed: int, *, any_delays: bool = False) -> Case:
     options = {"bucket_mb": rnd.choice([0.0005, 0.01, 64]), "snapshot": rnd.choice(["device", "cpu"])}
     steps = rnd.randint(4, 20)
     case = Case(ranks, shapes, levels, rnd.choice([0, 0, 1, 3]), steps, amounts, options, rnd.random() < 0.5)
-    return with_policies(case, rnd)
+    return with_policies(case, rnd, rnd.choice(["", "", "infinite", "ends", "sync"]), any_delays)
 
 
-def with_policies(case: Case, rnd: random.Random) -> Case:
-    """Draw what becomes of state and buffers, uneven ends, a sync() at will, and a replica that is not finite."""
-    levels, states = case.levels, ["keep"]
+def with_policies(case: Case, rnd: random.Random, how: str, any_delays: bool) -> Case:
+    """Draw what becomes of state and buffers.
+
+    Args:
+        case: what has been drawn so far; changed where :func:`simulate` does not know it together with ``how``.
+        rnd: draws.
+        how: ``"ends"`` (ranks have unequal numbers of steps), ``"sync"`` (at will), ``"infinite"`` (a replica is left
+            out once) or none of these.
+        any_delays: whether :func:`simulate` is not asked.
+    """
+    levels = case.levels
+    if how == "infinite" and (case.ranks == 1 or len(levels) > 1):
+        how = "ends"
+    for one in levels:
+        if how in ("ends", "sync") and not any_delays:
+            one.delay = 0
+        if how in ("ends", "infinite"):
+            one.codec = one.feedback = None
+        if how == "infinite":
+            one.cut, one.options["nonfinite"] = [[name for names in one.cut for name in names]], "leave_out"
+    if how == "ends":
+        case.more = [rnd.randint(0, 7) for _ in range(case.ranks)]
+    if how == "sync" and case.warmup + 1 < case.steps:
+        case.sync = rnd.randint(case.warmup + 1, case.steps - 1)
+    if how == "infinite":
+        case.infinite = (rnd.randint(case.warmup, case.steps - 1), rnd.randrange(case.ranks))
     is_late, has_parts = any(one.delay for one in levels), any(len(one.cut) > 1 for one in levels)
+    states = ["keep"]
     if not (is_late or has_parts):
         states += ["reset"] if any(one.kept for one in levels) else ["reset", "average", "average"]
     case.state, case.buffers = rnd.choice(states), rnd.choice(["average", "average", "broadcast", "keep"])
-    is_dense = all(one.codec is None for one in levels)
-    how = rnd.choice(["", "", "ends", "ends", "sync", "infinite"])
-    if how == "ends" and is_dense and not is_late:
-        case.more = [rnd.randint(0, 7) for _ in range(case.ranks)]
-    if how == "sync" and not is_late:
-        case.sync = rnd.randint(case.warmup + 1, case.steps)
-        case.sync = case.sync if case.sync < case.steps else None
-    if how == "infinite" and is_dense and not has_parts and len(levels) == 1 and case.ranks > 1:
-        case.infinite = (rnd.randint(case.warmup, case.steps - 1), rnd.randrange(case.ranks))
-        levels[0].options["nonfinite"] = "leave_out"
     return case
 
 

@@ -186,16 +186,17 @@ main(int(sys.argv[1]), sys.argv[2])
 """
 
 
+@pytest.mark.timeout(400)
 def test_a_program_ends_in_peace(tmp_path):
     """An optimizer is dropped just before the end, while a thread of its own closes connections."""
-    for turn in range(4):
+    for turn in range(2):
         store = str(tmp_path / f"store{turn}")
         programs = [
             subprocess.Popen([sys.executable, "-c", LEAVING, str(rank), store], stderr=subprocess.PIPE, text=True)
             for rank in range(2)
         ]
         for program in programs:
-            _, said = program.communicate(timeout=60)
+            _, said = program.communicate(timeout=150)
             assert program.returncode == 0, said[-2000:]
 
 
@@ -217,6 +218,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.timeout(400)
 def test_a_program_whose_peer_has_died_ends_with_its_error(tmp_path):
     """Not after it has waited for the peer in every round that was under way, and not in the middle of such a wait."""
     for turn in range(2):
@@ -230,7 +232,7 @@ def test_a_program_whose_peer_has_died_ends_with_its_error(tmp_path):
             for rank in range(2)
         ]
         try:
-            output, _ = workers[0].communicate(timeout=40)
+            output, _ = workers[0].communicate(timeout=150)
         finally:
             for worker in workers:
                 worker.kill()
@@ -274,7 +276,7 @@ def test_leaving_while_replicas_differ_warns_unless_that_is_saved(how, tmp_path)
         for rank in range(2)
     ]
     for program in programs:
-        _, said = program.communicate(timeout=120)
+        _, said = program.communicate(timeout=150)
         assert program.returncode == 0, said
         assert ("LocalSGD ends while replicas differ" in said) == (how == "left"), said
 
@@ -357,7 +359,7 @@ def test_ranks_with_unequal_steps_and_a_mean_in_flight_end_at_the_mean():
         return model.weight.item()
 
     first, second = simulated(replica, make=lambda: torch.nn.Linear(1, 1, bias=False))
-    assert first == second == pytest.approx(0.5, abs=0.06)
+    assert first == second == pytest.approx(0.5, abs=1e-6)
 
 
 @ranks(2)

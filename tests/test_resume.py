@@ -289,7 +289,7 @@ def test_parameters_that_come_after_the_outer_optimizer_was_made_raise(how):
 
     first, second = simulated(replica)
     assert first == second
-    assert ("'0.weight'" if how == "unfrozen" else "group 1") in first, first
+    assert ("'0.weight'" if how == "unfrozen" else "'2.bias'") in first, first
 
 
 def test_a_round_that_had_failed_before_saving_is_told_of_after_loading():
@@ -352,7 +352,7 @@ def test_diloco_from_a_local_sgd_checkpoint_in_mid_period(way):
             optimizer = offbeat.DiLoCo(*options(models[2]), every=4, group=peers, subgroup=None, sync_init=True)
             start = flat(models[2])
         model = models[1] if way == "sync" else models[2]
-        for step in range(3, 7):
+        for step in range(3, 8 if way == "sync" else 7):  # to the end of a period
             assert train_step(optimizer, model, step, rank) is None
         return str(error.value), own, start, flat(model)
 

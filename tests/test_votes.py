@@ -139,7 +139,7 @@ def test_finish_can_be_called_again_if_one_rank_missed_the_vote_of_its_last_roun
 def sync_fails(rank, world):
     model = make()
     optimizer = offbeat.LocalSGD(
-        offbeat.SGD(model.parameters(), lr=0.05), model, every=4, delay=2, subgroup=None, deadline=2.0
+        offbeat.SGD(model.parameters(), lr=0.05), model, every=4, delay=2, subgroup=None, deadline=20.0
     )
     with miss_vote(1, 2, closes=True):
         for step in range(5):  # rounds begin after steps 0 and 4
@@ -164,7 +164,7 @@ def sharded(rank, world, end):
         errors = [train_step(optimizer, model, step, rank // 2) for step in range(32 if end == "step" else 8)]
         if end == "step":
             failed = failed_steps(errors)
-            assert max(failed, default=7) <= 11, failed
+            assert max(failed, default=7) <= 11, [(step, str(errors[step])) for step in failed]
         for _ in range(3):
             try:
                 optimizer.finish() if end == "finish" else optimizer.sync()

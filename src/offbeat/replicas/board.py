@@ -111,15 +111,21 @@ class Board:
             attempt(problems, self._launch if fragment.level.delay else self.run, fragment, step)
         raise_together(problems)
 
-    def land_due(self, step: int, due: Sequence[tuple[int, int]]) -> None:
-        """Land rounds whose time has come after this step, and those that are in the way of what is due."""
+    def land_due(self, step: int, due: Sequence[tuple[int, int]], *, at_the_end: bool = False) -> None:
+        """Land rounds whose time has come after this step, and those that are in the way of what is due.
+
+        Args:
+            step: the step that has just been made.
+            due: levels and fragments, as the schedule has them.
+            at_the_end: whether this rank has no data left; see :meth:`land_below`.
+        """
         problems: list[BaseException] = []
         for fragment in self:
             flight = self.flight_of(fragment)
             if flight is None:
                 continue
             if step - flight.pending.step >= fragment.level.delay or self._is_in_the_way(fragment, due):
-                attempt(problems, self._land, fragment)
+                attempt(problems, self._land, fragment, mixing=_mixing_of_last(fragment) if at_the_end else None)
         raise_together(problems)
 
     def _is_in_the_way(self, fragment: Fragment, due: Sequence[tuple[int, int]]) -> bool:

@@ -514,7 +514,7 @@ class Replica(OptimizerWrapper):
             The outcome of the last round, if no rank has data left and all agree.
         """
         board, step, steps_made = self._board, self._schedule.step, self._steps_made or 0
-        attempt(problems, board.land_due, step, due)
+        attempt(problems, board.land_due, step, due, at_the_end=True)
         for place, number in due:
             self._schedule.exchanged(place)
             is_top = place == len(self._levels) - 1
