@@ -68,6 +68,8 @@ def _run_all(rank: int, world: int, module: str) -> dict[str, str]:
                 warnings.simplefilter("error", UserWarning)
                 # Most scenarios leave subgroup= out, and no launcher says what a node is.
                 warnings.filterwarnings("ignore", "all . ranks are on one host, and LOCAL_WORLD_SIZE", UserWarning)
+                # And many end in the middle of training.
+                warnings.filterwarnings("ignore", ".* ends while replicas differ", UserWarning)
                 function(rank, world)
         except Exception:
             problem = traceback.format_exc()
