@@ -69,6 +69,8 @@ def _run_all(rank: int, world: int, module: str) -> dict[str, str]:
                 # Most scenarios leave subgroup= out, and no launcher says what a node is.
                 warnings.filterwarnings("ignore", "all . ranks are on one host, and LOCAL_WORLD_SIZE", UserWarning)
                 warnings.filterwarnings("ignore", "with clip=.exact. every update waits", UserWarning)
+                # And many end in the middle of training.
+                warnings.filterwarnings("ignore", ".* ends while replicas differ", UserWarning)
                 function(rank, world)
         except Exception:
             problem = traceback.format_exc()

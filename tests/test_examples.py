@@ -126,7 +126,8 @@ def test_examples_on_two_ranks():
     after, overlapped = losses(memory)
     assert after == overlapped
     sent = [float(re.search(r"([\d.]+) MB sent", one)[1]) for one in (ddp, local, diloco)]
-    assert sent[0] > 3 * sent[1] > 3 * sent[2]
+    # Warm-up is counted, too.
+    assert sent[0] > 2.5 * sent[1] > 2.5 * sent[2]
     for text in (ddp, local, diloco):
         assert losses(text)[-1] < losses(text)[0] / 5
     for text in (muon, muon_sharded):

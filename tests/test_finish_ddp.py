@@ -17,7 +17,8 @@ from tests.scenarios import Scenarios
 pytestmark = [pytest.mark.ranks, pytest.mark.xdist_group("finish_ddp")]
 scenario = Scenarios(__name__)
 
-COUNTS = [(5, 0), (0, 5), (5, 1), (1, 5), (5, 2), (1, 0), (0, 0)]
+#: The batches of both ranks, and backward passes a step, each of which DDP counts.
+CASES = [((5, 0), 1), ((0, 5), 1), ((1, 5), 1), ((2, 5), 1), ((1, 0), 1), ((0, 0), 1), ((5, 0), 2), ((0, 4), 2)]
 KINDS = {
     "every step": lambda inner, module, **options: offbeat.LocalSGD(inner, module, every=1, **options),
     "LocalSGD": lambda inner, module, **options: offbeat.LocalSGD(inner, module, every=3, **options),
@@ -51,31 +52,28 @@ def expected(counts, kind, passes):
 @scenario(2)
 def test_ranks_with_no_batch_one_or_more(rank, world):
     for name, kind in KINDS.items():
-        for counts in COUNTS:
-            for passes in (1, 2):  # several backward passes a step, all of them in DDP's eyes
-                ddp = DistributedDataParallel(make(), bucket_cap_mb=0.0005)
-                replica = kind(adamw(ddp.parameters()), ddp, subgroup=None)
-                found = epochs(ddp, replica, counts, rank, passes)
-                for ours, theirs in zip(found, expected(counts, kind, passes)[rank], strict=True):
-                    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=f"{name} {counts} {passes}")
-                    assert torch.equal(*everyone(ours))
+        for counts, passes in CASES:
+            ddp = DistributedDataParallel(make(), bucket_cap_mb=0.0005)
+            replica = kind(adamw(ddp.parameters()), ddp, subgroup=None)
+            found = epochs(ddp, replica, counts, rank, passes)
+            for ours, theirs in zip(found, expected(counts, kind, passes)[rank], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10, msg=f"{name} {counts} {passes}")
+                assert torch.equal(*everyone(ours))
 
 
 @scenario(2)
 def test_overlapped_and_with_gradients_in_buckets(rank, world):
     """Nothing is stepped, and no gradient changes, on the rank that has no batch."""
-    for counts in ((5, 0), (0, 5), (1, 5)):
-        for overlapped in (False, True):
-            for views in (False, True):
-                ddp = DistributedDataParallel(make(), bucket_cap_mb=0.0005, gradient_as_bucket_view=views)
-                inner = adamw(ddp.parameters())
-                if overlapped:
-                    offbeat.overlap(inner, ddp)
-                replica = offbeat.DiLoCo(inner, ddp, every=2, delay=1, subgroup=None)
-                found = epochs(ddp, replica, counts, rank, 1)
-                reference = expected(counts, KINDS["DiLoCo"], 1)[rank]
-                for ours, theirs in zip(found, reference, strict=True):
-                    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+    for counts in ((5, 0), (0, 5)):
+        reference = expected(counts, KINDS["DiLoCo"], 1)[rank]
+        for overlapped, views in ((False, True), (True, False), (True, True)):
+            ddp = DistributedDataParallel(make(), bucket_cap_mb=0.0005, gradient_as_bucket_view=views)
+            inner = adamw(ddp.parameters())
+            if overlapped:
+                offbeat.overlap(inner, ddp)
+            replica = offbeat.DiLoCo(inner, ddp, every=2, delay=1, subgroup=None)
+            for ours, theirs in zip(epochs(ddp, replica, counts, rank, 1), reference, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
 
 
 @scenario(2)

@@ -400,20 +400,20 @@ def test_nodes(rank, world):
             found, _ = node_group(dist.group.WORLD)
             assert found is None if rank == 3 else dist.get_process_group_ranks(found) == [0, 1, 2]
     from offbeat._torch import timeout_of
-    from offbeat.wire.groups import blocks, twin
+    from offbeat.wire.groups import blocks, new_group
 
     # Whatever groups each rank has: torch's own way would wait for ever if these are not equally many.
     dist.new_group([0])
-    for group in (twin(dist.group.WORLD, dist.group.WORLD), blocks(dist.group.WORLD, 1)):
+    for group in (new_group(range(world), dist.group.WORLD), blocks(dist.group.WORLD, 1)):
         assert timeout_of(group) == timeout_of(dist.group.WORLD) == timedelta(seconds=60)
     if world == 4:
         group = dist.new_group([0, 1, 2])
         if rank < 3:
             with pytest.raises(RuntimeError, match=r"of ranks \[0, 1, 2\] is needed"):
-                twin(group, group)
+                new_group([0, 1, 2], group)
         some, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
         if rank in (1, 2):  # ranks outside know nothing of it
-            twin(some, some)
+            new_group([1, 2], some)
     with nodes_of(1 if rank == 0 else None), pytest.raises(ValueError, match="LOCAL_WORLD_SIZE is set for some"):
         node_group(dist.group.WORLD)
     with nodes_of(None):

@@ -17,7 +17,7 @@ from offbeat.replicas.wrapper import OptimizerWrapper
 SOURCE = Path(offbeat.__file__).parent
 ROOTS = {"torch", "dist", "triton", "knobs", "F", "nn"}
 #: Names of our own that torch happens to use as well.
-OURS = {"_scale", "_buffers"}
+OURS = {"_scale", "_buffers", "_timeout"}
 #: Names without an underscore that are just as private.
 UNMARKED = {"WeakIdKeyDictionary", "OptState", "packed_metadata", "launch_enter_hook", "launch_exit_hook", "knobs"}
 

@@ -264,6 +264,9 @@ CODED = ["bf16", "fp16", "int8", "int4", "int2", offbeat.TopK(0.25, bits=4)]
 def test_codecs_keep_replicas_equal(rank, world):
     """What is decoded is the same on every rank, to the bit; how far it is from dense depends on the codec."""
     dense = simulate_outer(world, 13, adamw, 4)[-1][rank]
+    model = make()
+    plain = offbeat.DiLoCo(adamw(model.parameters()), model, every=4, outer_lr=0.7, subgroup=None)
+    train(model, plain, range(13), rank)
     for codec in CODED:
         for feedback in (None, 0.9):
             model = make()
@@ -278,7 +281,7 @@ def test_codecs_keep_replicas_equal(rank, world):
             assert far < {"bf16": 0.01, "fp16": 0.01, "int8": 0.03, "int4": 0.3}.get(codec, 1.2), (codec, far)
             residual = diloco.state_dict()["replica"][0]["tracks"][0][0]["residual"]
             assert (residual is not None) is (feedback is not None)
-            assert 0 < diloco.bytes_sent < 4 * 3 * 3 * len(dense)
+            assert 0 < diloco.bytes_sent < plain.bytes_sent
 
 
 @scenario(2)
@@ -513,16 +516,16 @@ def test_peaks_fall_with_fragments(rank, world):
         diloco = offbeat.DiLoCo(
             torch.optim.SGD(model.parameters(), lr=0.0), model, every=8, fragments=fragments, subgroup=None
         )
-        most, before = 0, 0
+        most, before = 0, diloco.bytes_sent
         for _ in range(16):
             diloco.step()
             most, before = max(most, diloco.bytes_sent - before), diloco.bytes_sent
-        return most, before
+        return most
 
-    (whole, total), (part, same) = sent(1), sent(4)
-    assert (whole, total) == (4 * 8 * 930, 2 * 4 * 8 * 930)
-    assert same == total
-    assert part == whole // 4
+    # Beside parameters every round sends one short message and a vote.
+    whole, part = sent(1), sent(4)
+    assert whole - part == 4 * 8 * 930 * 3 // 4
+    assert 0 < part - 8 * 930 < 2500
 
 
 @scenario(4)

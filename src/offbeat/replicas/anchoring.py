@@ -176,6 +176,8 @@ class Anchoring:
             )
         items = [item for outer in self._outers for item in outer.items(list(outer.anchors))]
         check_same_values(items + self._contents.frozen_items(), self._everyone, remedy)
+        for outer in self._outers:
+            outer.unchecked.clear()
         return any(stepping for stepping, _ in rows)
 
     def _check_not_wrapped_since(self, wrapper: str) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.algorithms.model_averaging.averagers import ModelAverager as TorchModelAverager
 
+from offbeat._names import ChecksNames
 from offbeat._types import Group
 from offbeat.replicas.compare import check_same_options, name_difference
 from offbeat.replicas.contents import CachedDigest, Item, local_part
@@ -34,7 +35,7 @@ __all__ = ["HierarchicalModelAverager", "ModelAverager", "PeriodicModelAverager"
 logger = logging.getLogger(__name__)
 
 
-class ModelAverager(TorchModelAverager):
+class ModelAverager(ChecksNames, TorchModelAverager):
     """Base class of averagers: counts steps and averages parameters over a process group.
 
     Args:

@@ -203,6 +203,7 @@ def compare(offer: Offer, meeting: Meeting, verdict: Verdict) -> None:
     outer = offer.fragment.outer
     if outer is not None and verdict.compare_anchors and verdict.action != "skip":
         check_same_values([Item(name, outer.anchors[name]) for name in offer.names], meeting.peers)
+        outer.unchecked.difference_update(offer.names)
 
 
 def catch_up(offer: Offer, meeting: Meeting, verdict: Verdict) -> tuple[dict[str, Any], int, str] | None:

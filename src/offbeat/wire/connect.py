@@ -39,6 +39,8 @@ class Connector:
 
     #: Whether a connection that was lost can be made again.
     renews = True
+    #: How long a collective may take, in seconds.
+    seconds = float("inf")
 
     def connect(self) -> list[Peers]:
         """Connect, together with all other ranks. Returns the peers of each set, in order.
@@ -77,6 +79,7 @@ class GroupConnector(Connector):
         self._timeout = _torch.timeout_of(group) if timeout is None else timeout
         self._quiet, self._background, self._traffic = quiet, background, traffic
         self.renews = (background or is_gloo(group)) and _torch.has_store()
+        self.seconds = float("inf") if self._timeout is None else self._timeout.total_seconds()
 
     def connect(self) -> list[Peers]:
         """See :class:`Connector`."""

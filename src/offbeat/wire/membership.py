@@ -6,6 +6,7 @@ that puts rounds in order, so that ranks that meet again after a failure can tel
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -117,13 +118,9 @@ class StaticMembership:
         it at theirs.
         """
         if self._connector.renews and any(peers.is_closed for peers in self._connections):
-            self.close()
-            self._connections = self._connector.connect()
-            self._is_new = True
-        everyone, peers = self._connections[0], self._connections[-1]
-        envelope = {"replica": peers.rank, "hello": dict(hello)}
+            self._connect_again()
         while True:
-            rows = gather(everyone, envelope)
+            rows = self._gather({"replica": self.peers.rank, "hello": dict(hello)})
             rounds = [list(row["hello"]["round"]) for row in rows]
             if not self._is_new or rounds.count(rounds[0]) == len(rounds):
                 break
@@ -133,8 +130,30 @@ class StaticMembership:
                     "here"
                 )
         self._is_new = False
+        everyone, peers = self._connections[0], self._connections[-1]
         hellos = tuple(tuple(row["hello"] for row in rows if row["replica"] == i) for i in range(peers.size))
         return Meeting(hellos, peers.rank, peers, everyone)
+
+    def _gather(self, envelope: Mapping[str, Any]) -> list[Any]:
+        """What every rank says.
+
+        If another rank has closed the connection since the last round, that shows here, before anything of this round
+        has been exchanged. So ranks connect again at once: those that average gradients with that rank would otherwise
+        go on, and wait for it while it waits for them. A rank that does not come in time is not waited for once more.
+        """
+        start = time.monotonic()
+        try:
+            return gather(self._connections[0], envelope)
+        except ExchangeError:
+            if not self._connector.renews or time.monotonic() - start > 0.5 * self._connector.seconds:
+                raise
+        self._connect_again()
+        return gather(self._connections[0], envelope)
+
+    def _connect_again(self) -> None:
+        self.close()
+        self._connections = self._connector.connect()
+        self._is_new = True
 
     def close(self) -> None:
         """Close the connections."""

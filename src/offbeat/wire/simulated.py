@@ -157,6 +157,7 @@ class SimulatedConnector(Connector):
     ) -> None:
         self._simulation, self._me, self._name, self._traffic = simulation, me, name, traffic
         self._sets = [list(ranks) for ranks in sets]
+        self.seconds = simulation.timeout
 
     def connect(self) -> list[Peers]:
         """See :class:`Connector`."""
