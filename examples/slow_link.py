@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         optimizer.finish()  # synchronise one last time
     seconds = time.perf_counter() - begin
 
-    # DDP's ring of n ranks sends 2 (n - 1) / n of the gradients at every step; LocalSGD and DiLoCo count for themselves.
+    # DDP's ring of n ranks sends 2 (n - 1) / n of the gradients at every step. LocalSGD and DiLoCo count their own.
     n, size = dist.get_world_size(), sum(p.numel() * p.element_size() for p in model.parameters())
     sent = getattr(optimizer, "bytes_sent", options.steps * 2 * (n - 1) / n * size)
     if dist.get_rank() == 0:

@@ -1,8 +1,8 @@
 """Runs the code of the documentation: every block of a page in order, in one namespace, on two ranks.
 
 A block marked ``python`` is executed, one marked ``pycon`` must print (or raise) what it says, and of one marked
-``diff`` what it leads to is executed. Blocks may use the names that ``names()`` gives them, which are those of a program
-that trains a small model with DDP.
+``diff`` what it leads to is executed. Blocks may use the names that ``names()`` gives them, which are those of a
+program that trains a small model with DDP.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ import offbeat
 __all__ = ["blocks", "names", "run_page", "run_pages"]
 
 ROOT = Path(__file__).parent.parent
-# What a page says for many ranks is run on two.
-SCALED = {"docs/levels.md": {"group=8": "group=1"}}
+# What a page says for many ranks is run on two, and what it says for long runs is run for some steps.
+SCALED = {
+    "docs/levels.md": {"group=8": "group=1"},
+    "docs/elastic.md": {"every=32": "every=2", "10_000": "6"},
+    "docs/guides/across-sites.md": {"every=32": "every=2", "10_000": "6", "size=32": "size=2"},
+}
 
 
 def blocks(page: Path) -> list[tuple[int, str, str]]:
