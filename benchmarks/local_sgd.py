@@ -88,7 +88,6 @@ def settings() -> dict[str, Setting]:
             {"delay": 8, "codec": "int8"},
             {"delay": 8, "codec": "int4"},
             {"fragments": 4, "delay": 4, "codec": "int8"},
-            {"delay": 31, "eager": True, "codec": "int8"},
         )
     ]
     return {str(one): one for one in (Setting(None, {}), *local, *diloco, Setting("", {}))}

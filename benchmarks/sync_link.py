@@ -84,8 +84,6 @@ ARMS: dict[str, Callable[..., Any]] = {
     "offbeat in the background": functools.partial(local_sgd, EVERY - 1),
     "DiLoCo, bf16, in the background": functools.partial(diloco, delay=EVERY - 1, codec="bf16", outer=mean),
     "DiLoCo, int8, in the background": functools.partial(diloco, delay=EVERY - 1, codec="int8", outer=mean),
-    "DiLoCo, eager": functools.partial(diloco, delay=EVERY - 1, eager=True),
-    "DiLoCo, eager, int8": functools.partial(diloco, delay=EVERY - 1, eager=True, codec="int8"),
 }
 #: Where torchft is installed; called with the address of rank 0 besides.
 TORCHFT: dict[str, Callable[..., Any]] = {

@@ -44,7 +44,6 @@ ARMS: dict[str, Callable[..., Any]] = {
     "DiLoCo": _ours("DiLoCo"),
     "DiLoCo, delay 7": _ours("DiLoCo", delay=7),
     "DiLoCo, 4 fragments, delay 2": _ours("DiLoCo", fragments=4, delay=2),
-    "DiLoCo, eager, delay 8": _ours("DiLoCo", eager=True),
     "DiLoCo, int8": _ours("DiLoCo", codec="int8"),
     "DiLoCo, int8, error feedback": _ours("DiLoCo", codec="int8", error_feedback=1.0),
 }

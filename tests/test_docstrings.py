@@ -17,7 +17,7 @@ import offbeat
 NAMES = [name for name in offbeat.__all__ if not name.startswith("__")]
 #: Made by other functions, so that nobody calls their constructor.
 HANDLES = {"FunctionalOptimizer", "Overlap", "PureOptimizer"}
-RESULTS = {"Choice", "Split"}  # the function that makes them has the example
+RESULTS = {"Choice", "RoundReport", "Split"}  # the function that makes them has the example
 HEADINGS = ("Args", "Attributes", "Example", "Raises", "Returns", "Yields")
 
 

@@ -58,6 +58,12 @@ class Elastic:
         carry: objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, whose state a replica that
             joins takes over, by name.
 
+    Example:
+        >>> import offbeat
+        >>> group = offbeat.Elastic("lighthouse:29510", replica="site-a", min_replicas=2)
+        >>> group.min_replicas
+        2
+
     Limits: replicas of several ranks are refused. What crosses the network is neither encrypted nor authenticated.
     """
 
