@@ -449,7 +449,8 @@ class Replica(OptimizerWrapper):
 
         Raises:
             RuntimeError: it is warm-up, or ranks of a node average gradients at every step, and other ranks may still
-                have data: agree on the number of steps before training.
+                have data: agree on the number of steps before training. Or this rank has had no batch under
+                ``DistributedDataParallel(static_graph=True)``, whose first pass needs one of every rank.
         """
         if self._everyone.size == 1 and not self._has_outer and self._elastic is None:
             self._board.land_all(at_the_end=True)
