@@ -486,7 +486,8 @@ class Replica(OptimizerWrapper):
         """
         is_local = self._schedule.is_local
         lacks_first_pass = self._attachment is not None and self._attachment.lacks_first_pass
-        together = self._subgroup if is_local and not lacks_first_pass else self._everyone
+        asks_all = self._ddp is not None and bool(self._ddp.find_unused_parameters)
+        together = self._subgroup if is_local and not (lacks_first_pass or asks_all) else self._everyone
         if together is None or together.size == 1:
             return
         name = f"offbeat/{self._token}/finish/{self.steps}.{min(together.ranks)}"
@@ -499,6 +500,12 @@ class Replica(OptimizerWrapper):
                 "finish() was called on a rank that has had no batch, while DistributedDataParallel(static_graph=True) "
                 "waits for the first batch of every rank; its connections were closed, so that the others' rounds fail "
                 "soon. Give every rank at least one batch, or leave static_graph out"
+            )
+        if is_local and asks_all:
+            raise RuntimeError(
+                "finish() was called while other ranks have data, and find_unused_parameters=True makes "
+                "DistributedDataParallel ask all ranks at every step which parameters they used; the connections of this "
+                "rank were closed, so that the others' rounds fail soon. Pass find_unused_parameters=False, or make equally many steps on every rank"
             )
         where = "inside its node" if is_local else "over all ranks, because it is still warm-up,"
         raise RuntimeError(
