@@ -585,14 +585,14 @@ class Replica(OptimizerWrapper):
         Between rounds ranks differ, so that each must save its own. A round in flight is waited for; after loading it
         is applied at the step at which it would have been. Saving works after a round has failed, too.
         """
-        calendar = self._schedule.state_dict()
-        step = calendar.pop("step")
+        schedule = self._schedule.state_dict()
+        step = schedule.pop("step")
         own = {
             "wrapper": type(self).__name__,
             "replica": self._replica(),
             "replicas": self.replicas,
             "agreed": self.agreed,
-            **calendar,
+            **schedule,
             **save_rounds(self._board, anchored=self._anchoring.is_anchored),
             "averaged": self._contents.averaged(),
             "bytes_sent": self.bytes_sent,

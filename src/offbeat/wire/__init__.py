@@ -1,7 +1,7 @@
 """What travels between replicas: codecs, which make numbers small, and peers and sums over ranks.
 
 The room stands on torch alone. From the engine it takes only the C compiler, so it sits beside ``optim``, below
-``ddp``, ``overlap`` and ``sync``, all of which may use it.
+``ddp``, ``overlap`` and ``replicas``, all of which may use it.
 """
 
 from offbeat.wire.codecs import BlockCodec, Codec, NotFinite, TopK, make_codec, register_codec
