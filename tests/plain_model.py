@@ -42,8 +42,7 @@ class One:
 
     @property
     def kept(self) -> float:
-        late = 0.5 if self.delay and self.outer is not None else 0.0
-        return late if self.mixing is None else self.mixing
+        return 0.0 if self.mixing is None else self.mixing
 
     def due(self, made: int) -> list[int]:
         """The fragments that are exchanged after so many local steps."""

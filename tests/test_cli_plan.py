@@ -51,8 +51,8 @@ def test_the_table_is_plain_lines_where_the_output_is_no_terminal():
     assert done.stdout.isascii()
     rows = {line.split("  ")[0]: line.split() for line in done.stdout.splitlines()}
     # 16.6 MB a step: 4.25 bits a parameter every 32 steps; 531 MB in 4.25 s, so that a step takes 232.8 ms.
-    assert rows['DiLoCo(every=32, codec="int4")'][-7:] == ["232.8", "43.0%", "16.6", "531", "13,594", "+2.0", "%"]
-    outer = "outer_lr=0.8, outer_momentum=0.6"
+    assert rows['DiLoCo(every=32, codec="int4")'][-7:] == ["232.8", "43.0%", "16.6", "531", "13,594", "+1.9", "%"]
+    outer = "outer_lr=1.0, outer_momentum=0.6"
     line = f'optimizer = offbeat.DiLoCo(inner, model, every=64, {outer}, fragments=8, delay=8, codec="int4")'
     assert f"    {line}\n" in done.stdout
     assert "has not been measured" in done.stdout
@@ -60,9 +60,8 @@ def test_the_table_is_plain_lines_where_the_output_is_no_terminal():
 
 def test_a_recommendation_says_what_loss_to_expect():
     done = run("plan", "--params", "1e9", "--step-ms", "100", "--replicas", "2", "--mbit", "50000")
-    assert 'Use DiLoCo(every=32, codec="int4")' in done.stdout
-    assert "Loss with Muon inside: +2.0 % against DDP; -3.7 % against DDP with AdamW." in done.stdout
-    assert "Loss with AdamW inside: +0.8 % (+0.7 to +1.7) against DDP." in done.stdout
+    assert 'Use DiLoCo(every=32, fragments=4, delay=1, codec="int4")' in done.stdout
+    assert "Loss with Muon inside: +1.3 % (+1.2 to +1.6) against DDP; -4.4 % against DDP with AdamW." in done.stdout
 
 
 def test_a_link_that_nothing_can_hide_is_said_to_be_one():
@@ -156,7 +155,7 @@ def test_without_matplotlib_the_sweep_says_what_to_install(monkeypatch, tmp_path
     monkeypatch.setattr(sys, "meta_path", [Nowhere(), *sys.meta_path])
     done = run(*BY_HAND, "--sweep", "--output", str(tmp_path / "plan.png"))
     assert done.exit_code == 1
-    assert "pip install 'offbeat[bench]'" in done.stderr
+    assert "pip install matplotlib" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor", "bench", "plan"])

@@ -32,6 +32,9 @@ ALONE: list[Run] = [
 ]
 TWO: list[Run] = [
     ("less_memory.py", "--steps", "3", "--layers", "3", "--width", "128"),
+    ("recipe.py", "--method", "ddp", "--steps", "64"),
+    ("recipe.py", "--method", "recipe", "--steps", "64"),
+    ("recipe.py", "--method", "short", "--steps", "64"),
     ("slow_link.py", "--method", "ddp", "--steps", "60"),
     ("slow_link.py", "--method", "local-sgd", "--steps", "60"),
     ("slow_link.py", "--method", "diloco", "--steps", "60"),
@@ -100,7 +103,8 @@ def losses(text):
 
 def test_every_example_is_run_here_and_is_short():
     scripts = {path.name for path in EXAMPLES.glob("*.py")}
-    assert scripts == {run[0] for run in ALONE + TWO + FOUR}
+    with_a_lighthouse = {"elastic.py"}  # run by tests/test_elastic.py
+    assert scripts - with_a_lighthouse == {run[0] for run in ALONE + TWO + FOUR}
     for name in scripts:
         assert len((EXAMPLES / name).read_text().splitlines()) < 100, name
 
@@ -122,7 +126,11 @@ def test_examples_in_one_process():
 @pytest.mark.ranks
 def test_examples_on_two_ranks():
     printed = run_examples(TWO, 2)
-    memory, ddp, local, diloco, muon, muon_sharded, migrate, resume = printed[0]
+    memory, *recipes, ddp, local, diloco, muon, muon_sharded, migrate, resume = printed[0]
+    rows = [re.search(r"loss ([\d.]+), ([\d.]+) kB a step", text).groups() for text in recipes]
+    assert all(float(value) < 2.5 for value, _ in rows)  # 3.47 without training
+    with_ddp, recipe, short = (float(sent) for _, sent in rows)
+    assert with_ddp > 3 * short > 3 * recipe
     after, overlapped = losses(memory)
     assert after == overlapped
     sent = [float(re.search(r"([\d.]+) MB sent", one)[1]) for one in (ddp, local, diloco)]

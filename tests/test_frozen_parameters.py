@@ -44,7 +44,7 @@ def test_switching_off_and_on_is_like_a_plain_loop(options):
     models = [make(), make()]
     inners = [sgd(model.parameters()) for model in models]
     anchor = flat(models[0])
-    outer = torch.optim.SGD([anchor], lr=0.6, momentum=0.9, nesterov=True)
+    outer = torch.optim.SGD([anchor], lr=0.8, momentum=0.6, nesterov=True)
     found = offbeat.Simulation(2).run(run, make=make)
     close = {"rtol": 1e-11, "atol": 1e-12} if not options else {"rtol": 0.05, "atol": 0.01}
     for step in range(10):

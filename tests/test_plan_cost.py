@@ -136,20 +136,21 @@ def test_a_simulated_replica_sends_as_many_bytes():
                 torch.nn.init.constant_(p, 0.01)
             inner = offbeat.SGD(model.parameters(), lr=0.1)
             optimizer = offbeat.DiLoCo(inner, model, every=8, group=peers, subgroup=None, **settings)
-            counts = []
-            for step in range(24):
+            sent: list[int] = []
+            optimizer.register_round_hook(lambda report: sent.append(report.bytes_sent.get("parameters", 0)))
+            fragments = settings.get("fragments", 1)
+            for _ in range(24):
                 model(torch.ones(2, 64)).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-                if step in (7, 23):
-                    counts.append(optimizer.bytes_sent)
+            total = sum(sent[-2 * fragments :])  # of the last two periods
             optimizer.finish()
-            return (counts[1] - counts[0]) / 16
+            return total / 16
 
         (counted, *_) = offbeat.Simulation(3).run(replica)
         found = estimate(params=8 * 64 * 64, step_seconds=1, replicas=3, bandwidth=1, every=8, **settings)
-        # Beside what the model counts, replicas compare what they are about to do and vote.
-        assert found.bytes_per_step - 1 <= counted <= 1.35 * found.bytes_per_step + 600
+        # Parts of a sum are rounded up to whole blocks of codes, and small models have few of them.
+        assert found.bytes_per_step - 1 <= counted <= 1.05 * found.bytes_per_step + 50
 
 
 def test_one_replica_sends_nothing():

@@ -199,7 +199,7 @@ def test_steps_of_a_skipped_round_are_not_lost_in_a_checkpoint_after_which_nobod
         assert not torch.equal(one, start)
 
 
-@pytest.mark.parametrize(("kind", "rate"), [("DiLoCo", 0.6), ("SlowMo", 1.0)])
+@pytest.mark.parametrize(("kind", "rate"), [("DiLoCo", 0.8), ("SlowMo", 1.0)])
 def test_schedulers_and_state_of_the_outer_optimizer_after_a_load(kind, rate):
     def run(rank, peers):
         def make_one():
@@ -1159,7 +1159,7 @@ def test_a_round_in_flight_keeps_the_options_it_began_with(options):
                 loaded.load_state_dict(copy.deepcopy(diloco.state_dict()))
                 model, diloco = other, loaded
             train(model, diloco, [5], rank)
-            assert diloco.outer.param_groups[1]["lr"] == (0.6 if change is None else 0.01)
+            assert diloco.outer.param_groups[1]["lr"] == (0.8 if change is None else 0.01)
             finals.append((flat(model), anchors(diloco)))
         return finals
 

@@ -57,8 +57,8 @@ class Nesterov:
         self.buffer: Any = 0.0
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        self.buffer = 0.9 * self.buffer + gradient
-        return 0.6 * (gradient + 0.9 * self.buffer)
+        self.buffer = 0.6 * self.buffer + gradient
+        return 0.6 * (gradient + 0.6 * self.buffer)
 
 
 class SlowMomentum:
@@ -86,7 +86,7 @@ def expected(inner: Any, outer: Any, delay: int, worlds: int = 2) -> list[list[T
         if mean is not None and (number + 1) % EVERY == delay % EVERY:
             anchor, mean = anchor - outer(anchor - mean), None
             for model in models:
-                write(model, (flat(model) + anchor) / 2 if delay else anchor)
+                write(model, anchor)
         history.append([flat(model) for model in models])
     return history
 

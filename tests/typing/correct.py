@@ -184,6 +184,19 @@ def replicas(model: nn.Module, group: dist.ProcessGroup, mesh: DeviceMesh) -> No
     offbeat.Replica(inner, model, levels[0], warmup=10)
 
 
+def elastic(model: nn.Module, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+    group = offbeat.Elastic("host:29510", replica="a", replicas=2, min_replicas=2, carry={"scheduler": scheduler})
+    optimizer = offbeat.DiLoCo(offbeat.SGD(model.parameters(), lr=0.1), model, group=group)
+
+    def seen(report: offbeat.RoundReport) -> None:
+        assert_type(report.bytes_sent["parameters"] + report.step, int)
+
+    optimizer.register_round_hook(seen, norms=True).remove()
+    if optimizer.last_round is not None:
+        assert_type(optimizer.last_round.reason, str)
+    offbeat.log_rounds(optimizer, path="rounds.jsonl").remove()
+
+
 def replica(rank: int, peers: Any, model: nn.Module, every: int = 2) -> float:
     optimizer = offbeat.LocalSGD(offbeat.SGD(model.parameters()), model, every, group=peers)
     optimizer.step()

@@ -233,7 +233,7 @@ def check_frameworks() -> Finding:
             if reason := _outside(name, version):
                 wrong.append(f"{name} {version}: {reason}")
     if wrong:
-        return Finding("frameworks", "WARN", "; ".join(wrong), "pip install 'offbeat[integrations]'")
+        return Finding("frameworks", "WARN", "; ".join(wrong), "pip install lightning accelerate transformers")
     return Finding("frameworks", "OK", ", ".join(versions) or "none of " + ", ".join(FRAMEWORKS))
 
 

@@ -91,7 +91,7 @@ def _sweep(setting: Setting, output: Path) -> None:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        fail("--sweep needs matplotlib, which is not installed; run: pip install 'offbeat[bench]'")
+        fail("--sweep needs matplotlib, which is not installed; run: pip install matplotlib")
     except (OSError, ValueError) as error:
         fail(f"the plot cannot be written to {output}: {error}; name another file with --output")
 

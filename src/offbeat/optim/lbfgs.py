@@ -27,6 +27,7 @@ from torch import Tensor
 
 from offbeat._types import Params
 from offbeat.engine.tensors import is_dtensor
+from offbeat.optim.checkpoint import check_state_dict, numbered
 
 __all__ = ["LBFGS"]
 
@@ -107,6 +108,11 @@ class LBFGS(torch.optim.LBFGS):
                 "LBFGS does not support DTensor parameters (FSDP2 or tensor parallel): its inner products would be "
                 "those of this rank's shards; leave the parameters unsharded, or use an optimizer such as AdamW"
             )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; refuses the state of a wrapper, and takes numbers of parameters that are strings."""
+        check_state_dict(state_dict, type(self).__name__)
+        super().load_state_dict(numbered(state_dict))
 
     if TYPE_CHECKING:  # torch's own has no types
 

@@ -108,9 +108,9 @@ class Outer:
     @torch.no_grad()
     def refresh(self, params: Mapping[str, Tensor]) -> None:
         """Take the parameters' present values as anchors."""
-        for name, p in params.items():
-            self.anchors[name].copy_(local_part(p))
-        self.unchecked.update(params)
+        for name in params.keys() & self.anchors.keys():  # for others check_params() raises at the next step
+            self.anchors[name].copy_(local_part(params[name]))
+        self.unchecked.update(self.anchors)
 
     def note_rates(self) -> None:
         """Remember the inner learning rates, if the outer optimizer asks for them: the last ones that are not zero."""

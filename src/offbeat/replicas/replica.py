@@ -504,8 +504,9 @@ class Replica(OptimizerWrapper):
         if is_local and asks_all:
             raise RuntimeError(
                 "finish() was called while other ranks have data, and find_unused_parameters=True makes "
-                "DistributedDataParallel ask all ranks at every step which parameters they used; the connections of this "
-                "rank were closed, so that the others' rounds fail soon. Pass find_unused_parameters=False, or make equally many steps on every rank"
+                "DistributedDataParallel ask all ranks at every step which parameters they used; the connections of "
+                "this rank were closed, so that the others' rounds fail soon. Pass find_unused_parameters=False, or "
+                "make equally many steps on every rank"
             )
         where = "inside its node" if is_local else "over all ranks, because it is still warm-up,"
         raise RuntimeError(

@@ -42,8 +42,11 @@ class Connector:
     #: How long a collective may take, in seconds.
     seconds = float("inf")
 
-    def connect(self) -> list[Peers]:
+    def connect(self, patience: float | None = None) -> list[Peers]:
         """Connect, together with all other ranks. Returns the peers of each set, in order.
+
+        Args:
+            patience: how many seconds to wait for the other ranks, if that is less than usual.
 
         Raises:
             ExchangeError: not all ranks came in time.
@@ -81,7 +84,7 @@ class GroupConnector(Connector):
         self.renews = (background or is_gloo(group)) and _torch.has_store()
         self.seconds = float("inf") if self._timeout is None else self._timeout.total_seconds()
 
-    def connect(self) -> list[Peers]:
+    def connect(self, patience: float | None = None) -> list[Peers]:
         """See :class:`Connector`."""
         if not self.renews:
             backend = "gloo" if self._background else None
@@ -92,8 +95,9 @@ class GroupConnector(Connector):
         if len(ranks) == 1:
             return [self._peers(Alone(), [rank], owned=True) for (rank,) in self._sets]
         # A store answers as late as its host does, and a request to it has no time limit of its own.
+        patience = min(self._patience.total_seconds(), float("inf") if patience is None else patience)
         seconds, problem = self._patience.total_seconds() + SECONDS_BEYOND, f"ranks {ranks} could not connect"
-        name = within(seconds, self._meet, problem)
+        name = within(patience + SECONDS_BEYOND, lambda: self._meet(patience), problem)
         return within(seconds, lambda: [self._open(name, some) for some in self._sets], problem)
 
     def _open(self, name: str, ranks: list[int]) -> Peers:
@@ -113,12 +117,12 @@ class GroupConnector(Connector):
     def _peers(self, group: Any, ranks: list[int], *, owned: bool) -> Peers:
         return GroupPeers(group, ranks, timeout=self._timeout, owned=owned, traffic=self._traffic)
 
-    def _meet(self) -> str:
+    def _meet(self, patience: float) -> str:
         """Wait until all ranks want to connect. Returns the name of the new connection."""
         store, me, ranks = PrefixStore(self._name, _torch.default_store()), dist.get_rank(), self._sets[0]
         mine = uuid.uuid4().hex
         store.set(f"at {me}", mine)
-        end = time.monotonic() + self._patience.total_seconds()
+        end = time.monotonic() + patience
         confirmed = ""
         while not ENDING.is_set():
             keys = [f"at {rank}" for rank in ranks]

@@ -18,6 +18,9 @@ __all__ = ["Meeting", "Membership", "StaticMembership"]
 
 Hello = Mapping[str, Any]
 
+#: How long ranks wait for one that has closed the connection before a round, before that round fails.
+SECONDS_AT_ONCE = 5.0
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -147,12 +150,12 @@ class StaticMembership:
         except ExchangeError:
             if not self._connector.renews or time.monotonic() - start > 0.5 * self._connector.seconds:
                 raise
-        self._connect_again()
+        self._connect_again(SECONDS_AT_ONCE)
         return gather(self._connections[0], envelope)
 
-    def _connect_again(self) -> None:
+    def _connect_again(self, patience: float | None = None) -> None:
         self.close()
-        self._connections = self._connector.connect()
+        self._connections = self._connector.connect(patience)
         self._is_new = True
 
     def close(self) -> None:

@@ -99,12 +99,13 @@ class Network:
                     del self._posted[key]
             self._arrival.notify_all()
 
-    def meet(self, connection: Connection, rank: int) -> str:
+    def meet(self, connection: Connection, rank: int, seconds: float) -> str:
         """Wait until all ranks want to connect. Returns the name of their new connection.
 
         Args:
             connection: what the ranks call it, and who they are.
             rank: who asks.
+            seconds: how long to wait.
         """
         with self._arrival:
             waiting = self._waiting.setdefault(connection, set())
@@ -114,9 +115,7 @@ class Network:
                 self._meetings[connection] = turn + 1
                 waiting.clear()
                 self._arrival.notify_all()
-            self._arrival.wait_for(
-                lambda: self.failed or self._meetings.get(connection, 0) > turn, 2 * self._of.timeout
-            )
+            self._arrival.wait_for(lambda: self.failed or self._meetings.get(connection, 0) > turn, seconds)
             if self._meetings.get(connection, 0) == turn:
                 waiting.discard(rank)
                 why = "another rank failed" if self.failed else "a rank did not come in time"

@@ -159,9 +159,11 @@ class SimulatedConnector(Connector):
         self._sets = [list(ranks) for ranks in sets]
         self.seconds = simulation.timeout
 
-    def connect(self) -> list[Peers]:
+    def connect(self, patience: float | None = None) -> list[Peers]:
         """See :class:`Connector`."""
-        name = self._simulation.network.meet((self._name, tuple(self._sets[0])), self._me)
+        usual = 2 * self._simulation.timeout
+        seconds = usual if patience is None else min(patience, usual)
+        name = self._simulation.network.meet((self._name, tuple(self._sets[0])), self._me, seconds)
         return [SimulatedPeers(self._simulation, self._me, ranks, name, self._traffic) for ranks in self._sets]
 
 

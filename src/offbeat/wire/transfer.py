@@ -56,7 +56,7 @@ class StateServer:
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._run = run
         self._lock = threading.Condition()
-        self._wanted, self._version = 0, 0
+        self._wanted, self._serial = 0, 0
         self._published: tuple[Any, list[Tensor]] | None = None
         threading.Thread(target=self._serve, name="offbeat-state", daemon=True).start()
 
@@ -70,7 +70,7 @@ class StateServer:
         tensors: list[Tensor] = []
         header = pack(state, tensors)
         with self._lock:
-            self._published, self._version = (header, tensors), self._version + 1
+            self._published, self._serial = (header, tensors), self._serial + 1
             self._wanted = 0
             self._lock.notify_all()
 
@@ -95,10 +95,10 @@ class StateServer:
                 _send_header(connection, {"refused": f"this is run {self._run!r}"})
                 return
             with self._lock:
-                version = self._version
+                version = self._serial
                 self._wanted += 1
-                self._lock.wait_for(lambda: self._version > version, SECONDS_OF_A_STEP)
-                if self._published is None or self._version == version:
+                self._lock.wait_for(lambda: self._serial > version, SECONDS_OF_A_STEP)
+                if self._published is None or self._serial == version:
                     return
                 header, tensors = self._published
             _send_header(connection, {"state": header})
