@@ -44,7 +44,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
     inner = offbeat.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(inner, options.steps)
-    group = offbeat.Elastic(options.lighthouse, replica=options.name, replicas=2, carry={"scheduler": scheduler})
+    group = offbeat.Elastic(options.lighthouse, replica=options.name, carry={"scheduler": scheduler})
     optimizer = offbeat.DiLoCo(inner, model, every=32, group=group, deadline=10.0)
     print(f"replica {options.name} begins at step {optimizer.steps}", flush=True)
 
