@@ -51,7 +51,7 @@ class DiLoCo(Replica):
         opt: the inner optimizer (usually AdamW), overlapped or not.
         module: the module it trains: DDP, plain, or ``fully_shard``-ed.
         every: the number of steps between rounds; the first comes after as many steps, of fragments the last one's.
-        outer_lr: :math:`\eta`.
+        outer_lr: :math:`\eta`; None is 0.8.
         outer_momentum: :math:`\mu`, at least 0 and below 1. The defaults are for runs of up to about 200 rounds; in
             longer ones 0.6 and 0.9 were better.
         fragments: parts of the parameters that are exchanged at different steps; see :class:`offbeat.Level`.
@@ -91,7 +91,7 @@ class DiLoCo(Replica):
         opt: Optimizer,
         module: torch.nn.Module,
         every: Every = 32,
-        outer_lr: float = OUTER_LR,
+        outer_lr: float | None = None,
         outer_momentum: float = OUTER_MOMENTUM,
         fragments: Fragments = 1,
         delay: int = 0,
@@ -106,11 +106,12 @@ class DiLoCo(Replica):
         level: LevelOptions | None = None,
         **options: Unpack[ReplicaOptions],
     ) -> None:
-        if outer is not None and (outer_lr, outer_momentum) != (OUTER_LR, OUTER_MOMENTUM):
+        if outer is not None and (outer_lr is not None or outer_momentum != OUTER_MOMENTUM):
             raise ValueError(
                 f"outer= makes the outer optimizer, so that outer_lr={outer_lr} and outer_momentum={outer_momentum} "
                 "would not be used; give them to that optimizer, or leave outer= out"
             )
+        outer_lr = OUTER_LR if outer_lr is None else outer_lr
         check_outer(outer_lr=outer_lr)
         check_outer(1.0, outer_momentum=outer_momentum)
         nesterov = functools.partial(SGD, lr=outer_lr, momentum=outer_momentum, nesterov=outer_momentum > 0)
