@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -180,3 +181,30 @@ def test_static_graph(counts):
         assert isinstance(one, str)
     else:
         assert torch.equal(one, two)
+
+
+def end_while_all_are_asked(rank, world, counts):
+    group = dist.new_group(timeout=timedelta(seconds=15))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp = DistributedDataParallel(make(), find_unused_parameters=True, process_group=group)
+        replica = offbeat.LocalSGD(sgd(ddp.parameters()), ddp, every=4, subgroup=None)
+    try:
+        for step in range(counts[rank]):
+            loss(ddp, batch(step, rank)).backward()
+            replica.step()
+            replica.zero_grad()
+        replica.finish()
+    except RuntimeError as error:
+        return str(error)
+    return flat(ddp)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 9)])
+def test_find_unused_parameters_needs_equally_many_steps(counts):
+    one, two = run_ranks(end_while_all_are_asked, 2, counts)
+    if counts == (3, 3):
+        assert torch.equal(one, two)
+    else:
+        assert "find_unused_parameters=True makes DistributedDataParallel ask all ranks" in one
+        assert isinstance(two, str)  # it waited for the other in backward
