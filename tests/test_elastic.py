@@ -41,7 +41,7 @@ class Site:
         self.stop_at, self.options = stop_at, options
         self.anchors: dict[str, torch.Tensor] = {}  # by lineage: the same rounds have led to them
         self.began = self.error = self.optimizer = None
-        self.weights: list[tuple[float, ...]] = []
+        self.weights: list[float] = []  # its own, of each round that it was in
         self.thread = threading.Thread(target=self._main, daemon=True)
         self.thread.start()
 
@@ -61,6 +61,13 @@ class Site:
         else:
             optimizer = offbeat.LocalSGD(inner, self.model, every=EVERY, group=group, deadline=10.0)
         self.optimizer, self.began = optimizer, optimizer.steps
+        membership = optimizer._memberships[0]
+
+        def seen(report):
+            if report.weights:
+                self.weights.append(report.weights[membership.peers.rank])
+
+        optimizer.register_round_hook(seen)
         while optimizer.steps < self.steps:
             if optimizer.steps == self.stop_at:
                 optimizer._memberships[0].close()  # as if the process had been killed
@@ -137,6 +144,8 @@ def test_a_newcomer_takes_over_everything_and_counts_from_its_second_round(light
     newcomer = Site(lighthouse, 2, 60, other, kind=kind, wait=0.05)
     sites = [site.join() for site in [*first, newcomer]]
     assert newcomer.began >= 6
+    assert newcomer.weights[:2] == [0.0, 1.0]
+    assert all(site.weights[0] == 1.0 for site in first)
     assert all(site.optimizer.steps >= 60 for site in sites)
     for site in sites[1:]:
         assert torch.equal(flat(site.model.parameters()), flat(sites[0].model.parameters()))
