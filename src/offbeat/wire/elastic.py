@@ -52,7 +52,7 @@ class Elastic:
     Args:
         address: ``host:port`` of the lighthouse.
         replica: a name for this replica, in errors and reports; by default its host and process.
-        replicas: for how many replicas defaults are chosen that depend on it, such as DiLoCo's outer learning rate.
+        replicas: what ``optimizer.replicas`` says throughout the run; by default the number in the last round.
         min_replicas: how many must be there for a round. With fewer, a round waits for ``patience`` and then fails.
         patience: how many seconds a round waits for the lighthouse and for enough replicas.
         carry: objects with ``state_dict()`` and ``load_state_dict()``, such as a scheduler, whose state a replica that
@@ -64,7 +64,9 @@ class Elastic:
         >>> group.min_replicas
         2
 
-    Limits: replicas of several ranks are refused. What crosses the network is neither encrypted nor authenticated.
+    Limits: replicas of several ranks are refused. With an overlapped inner optimizer a newcomer takes over parameters
+    that are one step ahead of the clock, because they move in backward. What crosses the network is neither encrypted
+    nor authenticated.
     """
 
     address: str
